@@ -1,19 +1,20 @@
 """What an experiment is: frozen values, checked where they are made.
 
-`Experiment` is a tree of frozen dataclasses; `override` changes leaves by dotted path ("optim.learning_rate"), `smoke` shrinks
-any experiment to a CPU minute. A layer takes its own sub-config (`MsaConfig`, `VisionConfig`), never the whole `Experiment`.
+`Experiment` is a tree of frozen dataclasses; `load` reads one from a config file, `override` changes leaves by dotted path
+("optim.learning_rate"), `smoke` shrinks any experiment to a CPU minute. A layer takes its own sub-config (`MsaConfig`,
+`VisionConfig`), never the whole `Experiment`.
 """
 
 import dataclasses
 import math
 from typing import Any
 
-from msa_jax.config_tree import ConfigError, config_hash, difference, flatten, from_dict, override, to_dict
+from msa_jax.config_tree import ConfigError, config_hash, difference, flatten, from_dict, load, override, to_dict
 
 __all__ = [
     "ConfigError", "DataConfig", "EvalConfig", "Experiment", "GroupConfig", "ModelConfig", "MsaConfig", "OptimConfig",
-    "StreamConfig", "TrainConfig", "VisionConfig", "config_hash", "difference", "flatten", "from_dict", "override", "smoke",
-    "to_dict",
+    "StreamConfig", "TrainConfig", "VisionConfig", "config_hash", "difference", "flatten", "from_dict", "load", "override",
+    "smoke", "to_dict",
 ]  # fmt: skip
 
 KINDS = {"D": "dense GQA", "M": "MiniMax Sparse Attention"}
@@ -29,6 +30,20 @@ def _require_positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         _require(value >= 1, f"{type(config).__name__}.{name}={value}; it must be >= 1")
+
+
+def _require_within(config: Any, low: float, high: float, *names: str) -> None:
+    """Real numbers in [low, high); infinity and NaN never pass."""
+    for name in names:
+        value = getattr(config, name)
+        bound = f">= {low} and finite" if math.isinf(high) else f"in [{low}, {high})"
+        _require(low <= value < high, f"{type(config).__name__}.{name}={value}; it must be {bound}")
+
+
+def _require_above_zero(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(0 < value < math.inf, f"{type(config).__name__}.{name}={value}; it must be > 0 and finite")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +71,7 @@ class MsaConfig:
 
     def __post_init__(self) -> None:
         _require_positive(self, "d_model", "num_heads", "num_kv_heads", "head_dim", "index_dim", "block_size", "num_blocks")
+        _require_above_zero(self, "rope_theta", "norm_eps")
         _require(
             self.num_heads % self.num_kv_heads == 0,
             f"MsaConfig: num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; "
@@ -105,6 +121,7 @@ class VisionConfig:
             self, "width", "num_layers", "num_heads", "mlp_dim", "patch_size", "temporal_patch_size", "merge",
             "frames_per_segment", "temporal_pool", "channels", "sequence_length",
         )  # fmt: skip
+        _require_above_zero(self, "rope_theta", "norm_eps")
         _require(self.width % self.num_heads == 0, f"VisionConfig: width={self.width} is not divisible by num_heads={self.num_heads}")
         _require(
             self.width // self.num_heads >= 6,
@@ -141,6 +158,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _require_positive(self, "vocab_size", "num_layers", "mlp_dim")
+        _require_above_zero(self, "norm_eps")
         unknown = sorted(set(self.pattern) - set(KINDS))
         _require(bool(self.pattern) and not unknown, f"ModelConfig: pattern={self.pattern!r}; use the letters {KINDS}")
         _require(
@@ -148,8 +166,8 @@ class ModelConfig:
             f"ModelConfig: pattern={self.pattern!r} names {len(self.pattern)} layers but num_layers={self.num_layers}",
         )
         _require(
-            self.dtype in ("float32", "bfloat16", "float16"),
-            f"ModelConfig: dtype={self.dtype!r}; choose float32, bfloat16 or float16",
+            self.dtype in ("float32", "bfloat16"),
+            f"ModelConfig: dtype={self.dtype!r}; choose float32 or bfloat16 (float16 would need a scaled loss)",
         )
 
     @property
@@ -209,15 +227,17 @@ class DataConfig:
 class GroupConfig:
     """How one parameter group is optimised, relative to the trunk's schedule."""
 
-    learning_rate_scale: float = 1.0
+    learning_rate_scale: float = 1.0  # 0 freezes the group: parameters and optimiser state stay in the tree
     warmup_steps: int | None = None  # None = as the trunk
     weight_decay: float = 0.1
     clip_norm: float = 1.0  # of this group's own gradient norm; 0 = off
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate_scale", "weight_decay", "clip_norm"):
-            value = getattr(self, name)
-            _require(value >= 0, f"GroupConfig.{name}={value}; it must be >= 0")
+        _require_within(self, 0, math.inf, "learning_rate_scale", "weight_decay", "clip_norm")
+        _require(
+            self.warmup_steps is None or self.warmup_steps >= 0,
+            f"GroupConfig.warmup_steps={self.warmup_steps}; it must be >= 0, or none to follow optim.warmup_steps",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,11 +256,17 @@ class OptimConfig:
     vision: GroupConfig = GroupConfig()  # the ViT and the projector
 
     def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, f"OptimConfig: learning_rate={self.learning_rate}; it must be > 0")
-        _require(self.warmup_steps >= 0, f"OptimConfig: warmup_steps={self.warmup_steps}; it must be >= 0")
+        _require_above_zero(self, "learning_rate", "eps")
+        _require_within(self, 0, 1, "b1", "b2")
+        _require(self.warmup_steps >= 0, f"OptimConfig.warmup_steps={self.warmup_steps}; it must be >= 0")
         for name in ("decay_fraction", "final_fraction"):
             value = getattr(self, name)
-            _require(0 <= value <= 1, f"OptimConfig: {name}={value}; it must lie in [0, 1]")
+            _require(0 <= value <= 1, f"OptimConfig.{name}={value}; it must lie in [0, 1]")
+
+    @property
+    def groups(self) -> dict[str, GroupConfig]:
+        """By the names that `msa_jax.model.groups.parameter_group` gives."""
+        return {"trunk": self.trunk, "index": self.index, "vision": self.vision}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +287,7 @@ class TrainConfig:
             0 <= self.index_warmup_steps <= self.steps,
             f"TrainConfig: index_warmup_steps={self.index_warmup_steps} must lie in [0, steps={self.steps}]",
         )
-        _require(self.kl_weight >= 0, f"TrainConfig: kl_weight={self.kl_weight}; it must be >= 0")
+        _require_within(self, 0, math.inf, "kl_weight")
         _require(self.evaluate_every >= 0, f"TrainConfig: evaluate_every={self.evaluate_every}; it must be >= 0")
 
 
@@ -291,6 +317,8 @@ class Experiment:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _require(bool(self.name) and "/" not in self.name, f"Experiment: name={self.name!r}; it names a folder, so no '/' and not empty")
+        _require(self.seed >= 0, f"Experiment {self.name!r}: seed={self.seed}; it must be >= 0")
         pictures = [stream.name for stream in self.data.streams if stream.kind == "captions"]
         _require(
             self.model.vision is not None or not pictures,
@@ -301,6 +329,14 @@ class Experiment:
             _require(
                 rows % self.train.microbatches == 0,
                 f"Experiment {self.name!r}: {rows} rows at step {start} are not divisible by train.microbatches={self.train.microbatches}",
+            )
+        stable_until = self.train.steps - math.ceil(self.train.steps * self.optim.decay_fraction)
+        for name, group in self.optim.groups.items():
+            warmup = self.optim.warmup_steps if group.warmup_steps is None else group.warmup_steps
+            _require(
+                warmup <= stable_until,
+                f"Experiment {self.name!r}: the {name} group warms up for {warmup} steps but decay starts at step {stable_until} "
+                "of train.steps; shorten the warm-up, shorten optim.decay_fraction or train longer",
             )
 
 
@@ -330,12 +366,12 @@ def smoke(experiment: Experiment, steps: int = 40) -> Experiment:
         frames_per_segment=model.vision.frames_per_segment, temporal_pool=model.vision.temporal_pool,
     ) if model.vision else None  # fmt: skip
     streams = tuple(
-        dataclasses.replace(s, rows=_scaled_rows(s.rows, scale, 2 * experiment.train.microbatches), sources=())
-        for s in experiment.data.streams
+        dataclasses.replace(stream, rows=_scaled_rows(stream.rows, scale, experiment.train.microbatches), sources=())
+        for stream in experiment.data.streams
     )
     groups = {
-        name: dataclasses.replace(group, warmup_steps=None if group.warmup_steps is None else round(group.warmup_steps * scale))
-        for name, group in (("trunk", optim.trunk), ("index", optim.index), ("vision", optim.vision))
+        name: dataclasses.replace(group, warmup_steps=None if group.warmup_steps is None else int(group.warmup_steps * scale))
+        for name, group in optim.groups.items()
     }
     return dataclasses.replace(
         experiment,
@@ -345,7 +381,7 @@ def smoke(experiment: Experiment, steps: int = 40) -> Experiment:
         ),
         data=dataclasses.replace(experiment.data, pack="synthetic", tokenizer="bpe4096", sequence_length=128, streams=streams),
         optim=dataclasses.replace(
-            optim, learning_rate=max(optim.learning_rate, 3e-3), warmup_steps=min(5, round(optim.warmup_steps * scale)), **groups
+            optim, learning_rate=max(optim.learning_rate, 3e-3), warmup_steps=min(5, int(optim.warmup_steps * scale)), **groups
         ),
         train=dataclasses.replace(
             experiment.train,
@@ -358,6 +394,7 @@ def smoke(experiment: Experiment, steps: int = 40) -> Experiment:
     )  # fmt: skip
 
 
-def _scaled_rows(rows: tuple[tuple[int, int], ...], scale: float, most: int) -> tuple[tuple[int, int], ...]:
-    """The schedule with steps times `scale` and at most `most` rows; entries that fall onto one step keep the last."""
-    return tuple(sorted({round(start * scale): min(count, most) for start, count in rows}.items()))
+def _scaled_rows(rows: tuple[tuple[int, int], ...], scale: float, microbatches: int) -> tuple[tuple[int, int], ...]:
+    """The schedule with steps times `scale` and at most two rows a microbatch; entries that fall onto one step keep the last."""
+    few = {round(start * scale): min(math.ceil(count / microbatches), 2) * microbatches for start, count in rows}
+    return tuple(sorted(few.items()))

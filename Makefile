@@ -1,0 +1,37 @@
+# Every target sets up what it needs, prints what it does, and can be repeated or interrupted.
+#   PYTHON=python3.12  another interpreter (its environment is .venv-<name>); default: the newest that works, in .venv
+SHELL := /bin/bash
+PYTHON ?=
+VENV := $(if $(PYTHON),.venv-$(notdir $(PYTHON)),.venv)
+PY := $(VENV)/bin/python
+WORKDIR ?= runs/native
+DATA_SMALL := data/small/manifest.json
+# Compiled programs are kept between runs.
+export JAX_COMPILATION_CACHE_DIR ?= $(HOME)/.cache/msa_jax/jax
+export JAX_COMPILATION_CACHE_MAX_SIZE ?= 4294967296
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
+
+.PHONY: help train test test-slow lint data bench setup
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: ## make the virtual environment and install the project
+	@scripts/setup.sh $(VENV) $(PYTHON)
+
+data: setup ## build the small data pack (pip packages only)
+	@$(PY) -m msa_jax.data.build small --out data/small
+
+train: data ## train configs/native.py in its CPU size and print what it learned
+	$(PY) train.py --config configs/native.py --workdir $(WORKDIR)
+
+lint: setup ## ruff: style and format
+	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+
+test: lint ## fast tests on one interpreter
+	$(PY) -m pytest -q -n auto --maxprocesses 8 --durations 15
+
+test-slow: setup ## kills, meshes, notebooks, smoke runs of every config
+	$(PY) -m pytest -q -m slow --durations 15
+
+bench: setup ## CPU benchmark of the attention ops: ratios against dense attention
+	$(PY) benchmarks/attention_cpu.py

@@ -1,0 +1,1 @@
+"""Which key blocks each query keeps, per KV head."""

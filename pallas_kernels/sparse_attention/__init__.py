@@ -1,0 +1,1 @@
+"""Exact attention over the kept blocks."""

@@ -1,0 +1,71 @@
+"""sparse_attention: exact softmax attention over the key blocks that each query kept (MSA paper, arXiv 2606.13392)."""
+
+import jax
+
+from pallas_kernels import dispatch
+from pallas_kernels.checks import checked_layout, require_block_size, require_float, require_groups, require_ids, require_sizes
+from pallas_kernels.sparse_attention import reference
+
+OP = "sparse_attention"
+REGISTERED = {
+    "reference": dispatch.Implementation(reference.sparse_attention),
+    "xla": dispatch.Implementation(reference.sparse_attention),
+}
+
+
+def sparse_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    ids_BKTR: jax.Array,
+    *,
+    block_size: int,
+    scale: float | None = None,
+    segments: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    q_offset: jax.Array | int | None = None,
+    implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """out[t, n] = sum over j of softmax_j(scale * <q[t, n], k[j]>) v[j], j running over the support of (t, n's KV head).
+
+    The support: keys of the query's document, not after it, whose block floor(position / block_size) is among its ids. An id
+    outside 0..floor(position of the query / block_size) is ignored wherever it stands, a repeated one counts once. A query
+    without any valid id, or a padding query, has out 0, lse -inf and zero gradients. Keys outside the support never matter,
+    not even as NaN.
+
+    Args:
+      q_BTNH: queries; the N / K heads of a group share the KV head's blocks.
+      k_BSKH: keys.
+      v_BSKH: values; their head width may differ from that of q and k.
+      ids_BKTR: integers, block ids from block_select.
+      block_size: keys a block (C), the one that block_select was called with.
+      scale: default H ** -0.5.
+      segments, positions, q_offset, implementation: as for block_select.
+
+    Returns:
+      (out, lse): out [B, T, N, width of v] in the dtype of q; lse [B, T, N] float32 (float64 for float64 inputs), natural
+      log-sum-exp of the scaled logits. Differentiable in q, k and v through both.
+
+    Raises:
+      ValueError: shapes or numbers that contradict each other. Unsupported: see pallas_kernels.dispatch.
+    """
+    sizes = require_sizes(OP, q_BTNH=q_BTNH, k_BSKH=k_BSKH, ids_BKTR=ids_BKTR)
+    require_sizes(OP, k_BSK=k_BSKH[..., 0], v_BSK=v_BSKH[..., 0])
+    require_float(OP, q_BTNH=q_BTNH, k_BSKH=k_BSKH, v_BSKH=v_BSKH)
+    require_ids(OP, ids_BKTR)
+    require_block_size(OP, sizes["S"], block_size)
+    require_groups(OP, sizes["N"], sizes["K"])
+    layout = checked_layout(OP, sizes, segments, positions, q_offset)
+    with jax.named_scope(OP):
+        return dispatch.run(
+            OP,
+            implementation,
+            REGISTERED,
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            ids_BKTR,
+            layout,
+            block_size=int(block_size),
+            scale=sizes["H"] ** -0.5 if scale is None else float(scale),
+        )
