@@ -1,7 +1,8 @@
 """Where the key blocks of packed documents lie: from (segments, positions) to kernel blocks of at most C consecutive key rows.
 
 Block ids are local to a document, and documents start at any row, so a block may start at any row. Kernels see none of that: they see
-numbered *kernel blocks*, each with a first row and a number of rows.
+numbered *kernel blocks*, each with a first row and a number of rows, and the keys copied into slots of C rows, one a kernel block
+(a tiled TMA read must start at a multiple of 8 rows). Without segments slots and keys are the same rows and nothing is copied.
 
     row        0         5         10        15             C = 5
     document   1 1 1 1 1 1 1 2 3 3 4 4 4 4 4 4 4 4 4
@@ -20,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.blocks import Layout, at_queries
+
 
 class BlockTable(NamedTuple):
     """Kernel blocks of each batch row, and the view that each query has of them."""
@@ -30,47 +33,55 @@ class BlockTable(NamedTuple):
     local_BT: jax.Array  # id of the query's own block, -1 for padding; the valid ids are 0..local
     first_BT: jax.Array  # key rows first..last are what the query sees of its own block
     last_BT: jax.Array
+    slot_BS: jax.Array | None  # where each key stands in the slots, J * C for padding; None: slots and keys are the same rows
 
     def number(self, ids_BKTR: jax.Array) -> jax.Array:
         """Kernel block number of every id, -1 for ids that are not valid."""
         valid = (ids_BKTR >= 0) & (ids_BKTR <= self.local_BT[:, None, :, None])
         return jnp.where(valid, self.base_BT[:, None, :, None] + ids_BKTR, -1)
 
+    def to_slots(self, x_BSKH: jax.Array, block_size: int) -> jax.Array:
+        """Keys or values in slots, [B, J * C, K, H]; rows that hold no key of the slot's documents are 0, so that they cannot be NaN."""
+        (B, J), S = self.start_BJ.shape, x_BSKH.shape[1]
+        if self.slot_BS is None and self.last_BT.shape[1] == S == J * block_size:
+            return x_BSKH
+        row_BJC = self.start_BJ[..., None] + jnp.arange(block_size, dtype=jnp.int32)
+        real_BJC = jnp.arange(block_size, dtype=jnp.int32) < self.rows_BJ[..., None]
+        if self.slot_BS is None:
+            x_BSKH = jnp.pad(x_BSKH, ((0, 0), (0, J * block_size - S), (0, 0), (0, 0)))
+        else:
+            row_B1 = jnp.arange(B)[:, None]
+            row_BJC = jnp.minimum(row_BJC, S - 1).reshape(B, -1)
+            real_BJC = real_BJC.reshape(B, -1) & (self.slot_BS[row_B1, row_BJC] < J * block_size)
+            x_BSKH = x_BSKH[row_B1, row_BJC]
+        return jnp.where(real_BJC.reshape(B, J * block_size, 1, 1), x_BSKH, 0)
 
-def positions_in_segments(segments_BS: jax.Array) -> jax.Array:
-    """Positions counted from the first row of each segment: [1, 1, 2, 2, 2] -> [0, 1, 0, 1, 2]."""
-    row_S = jnp.arange(segments_BS.shape[1], dtype=jnp.int32)
-    changes = segments_BS != jnp.roll(segments_BS, 1, axis=1)
-    return row_S - lax.cummax(jnp.where(changes.at[:, 0].set(True), row_S, 0), axis=1)
+    def from_slots(self, x_BZKH: jax.Array, num_keys: int) -> jax.Array:
+        """Transpose of `to_slots`: every key's row, 0 for padding."""
+        if self.slot_BS is None:
+            return x_BZKH[:, :num_keys]
+        return x_BZKH.at[jnp.arange(x_BZKH.shape[0])[:, None], self.slot_BS].get(mode="fill", fill_value=0)
 
 
-def block_table(
-    num_queries: int,
-    num_keys: int,
-    *,
-    block_size: int,
-    segments_BS: jax.Array | None = None,
-    positions_BS: jax.Array | None = None,
-    q_offset_B: jax.Array | None = None,
-    batch: int = 1,
-) -> BlockTable:
-    """Table for queries at key rows `q_offset[b] + t` (default S - T); without segments, keys from q_offset + T on do not count."""
-    offset_B = jnp.full((batch,), num_keys - num_queries, jnp.int32) if q_offset_B is None else q_offset_B.astype(jnp.int32)
-    last_BT = offset_B[:, None] + jnp.arange(num_queries, dtype=jnp.int32)
-    if segments_BS is None:
-        start_J = jnp.arange(-(-num_keys // block_size), dtype=jnp.int32) * block_size
-        end_B = jnp.minimum(offset_B + num_queries, num_keys)
-        rows_BJ = jnp.clip(end_B[:, None] - start_J, 0, block_size)
-        local_BT = last_BT // block_size
+def block_table(layout: Layout, block_size: int) -> BlockTable:
+    """The table of a call; without segments, keys after the last query do not count."""
+    last_BT, S = layout.index_BT, layout.segments_BS.shape[1]
+    if layout.aligned is not None:
+        start_J = jnp.arange(-(-S // block_size), dtype=jnp.int32) * block_size
+        rows_BJ = jnp.clip(jnp.minimum(last_BT[:, -1:] + 1, S) - start_J, 0, block_size)
+        local_BT = jnp.where((last_BT >= 0) & (last_BT < S), last_BT // block_size, -1)
         start_BJ = jnp.broadcast_to(start_J, rows_BJ.shape)
-        return BlockTable(start_BJ, rows_BJ, jnp.zeros_like(local_BT), local_BT, local_BT * block_size, last_BT)
-    positions_BS = positions_in_segments(segments_BS) if positions_BS is None else positions_BS.astype(jnp.int32)
-    start_BJ, rows_BJ, number_BS = _windows(segments_BS, positions_BS, block_size)
-    position_BT = jnp.take_along_axis(positions_BS, last_BT, axis=1)
-    real_BT = jnp.take_along_axis(segments_BS, last_BT, axis=1) > 0
-    base_BT = jnp.where(real_BT, jnp.take_along_axis(number_BS, jnp.where(real_BT, last_BT - position_BT, 0), axis=1), 0)
-    local_BT = jnp.where(real_BT, position_BT // block_size, -1)
-    return BlockTable(start_BJ, rows_BJ, base_BT, local_BT, last_BT - position_BT % block_size, last_BT)
+        return BlockTable(start_BJ, rows_BJ, jnp.zeros_like(local_BT), local_BT, local_BT * block_size, last_BT, None)
+    start_BJ, rows_BJ, number_BS = _windows(layout.segments_BS, layout.positions_BS, block_size)
+    # A key's block is the one that holds the first row of its document-local block.
+    own_BS = jnp.arange(S, dtype=jnp.int32) - layout.positions_BS % block_size
+    number_own_BS = jnp.take_along_axis(number_BS, own_BS, axis=1)
+    place_BS = jnp.arange(S, dtype=jnp.int32) - jnp.take_along_axis(start_BJ, jnp.maximum(number_own_BS, 0), axis=1)
+    slot_BS = jnp.where(layout.segments_BS > 0, number_own_BS * block_size + place_BS, start_BJ.shape[1] * block_size)
+    local_BT = jnp.where(at_queries(layout.segments_BS, last_BT) > 0, at_queries(layout.positions_BS, last_BT) // block_size, -1)
+    base_BT = jnp.where(local_BT >= 0, at_queries(number_own_BS, last_BT) - local_BT, 0)
+    first_BT = last_BT - at_queries(layout.positions_BS, last_BT) % block_size
+    return BlockTable(start_BJ, rows_BJ, base_BT, local_BT, first_BT, last_BT, slot_BS)
 
 
 def _windows(segments_BS: jax.Array, positions_BS: jax.Array, block_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -23,6 +23,7 @@ class Layout(NamedTuple):
     segments_BS: jax.Array  # 0 = padding, documents 1..
     positions_BS: jax.Array  # position inside the document
     index_BT: jax.Array  # key index of the query; outside 0..S-1 the query counts as padding
+    aligned: tuple[()] | None = None  # () where one document fills every row: known while tracing, so kernels may skip what packing needs
 
 
 def make_layout(
@@ -35,6 +36,7 @@ def make_layout(
 ) -> Layout:
     """One document where `segments_BS` is None; positions counted from each segment's start where `positions_BS` is None."""
     key_index_BS = jnp.broadcast_to(jnp.arange(num_keys, dtype=jnp.int32), (batch, num_keys))
+    aligned = () if segments_BS is None else None
     if segments_BS is None:
         segments_BS, positions_BS = jnp.ones_like(key_index_BS), key_index_BS
     elif positions_BS is None:
@@ -42,7 +44,7 @@ def make_layout(
     offset = num_keys - num_queries if q_offset is None else q_offset
     offset_B1 = jnp.broadcast_to(jnp.asarray(offset, jnp.int32), (batch,))[:, None]
     index_BT = offset_B1 + jnp.arange(num_queries, dtype=jnp.int32)
-    return Layout(jnp.asarray(segments_BS, jnp.int32), jnp.asarray(positions_BS, jnp.int32), index_BT)
+    return Layout(jnp.asarray(segments_BS, jnp.int32), jnp.asarray(positions_BS, jnp.int32), index_BT, aligned)
 
 
 def first_keys(segments_BS: jax.Array) -> jax.Array:

@@ -19,14 +19,14 @@ from jax import lax
 from pallas_kernels.block_table import BlockTable
 
 # Columns of InverseIndex.item_WX.
-LIST, START, ROWS, ENTRY, COUNT = range(5)
+LIST, BLOCK, START, ROWS, ENTRY, COUNT = range(6)
 
 
 class InverseIndex(NamedTuple):
     """See the module's docstring; W = L * (static bound of items a list), and items that are not needed have COUNT 0."""
 
     entry_LP: jax.Array  # int32, -1 = padding
-    item_WX: jax.Array  # int32 (list, first key row, rows of the block, first entry, entries)
+    item_WX: jax.Array  # int32 (list, block b * J + j, its first key row in the batch row, its rows, first entry, entries)
     place_BKTR: jax.Array  # int32, where (t, r) stands in its list; P for an unused slot
     first_item_LJ: jax.Array  # int32, the block's first item, numbered over all lists
     num_items_LJ: jax.Array  # int32
@@ -54,11 +54,10 @@ def _sorted_entries(number_LN: jax.Array, blocks: int) -> tuple[jax.Array, jax.A
     return tuple(lax.sort((number_LN, place_LN), dimension=1, is_stable=True, num_keys=1))
 
 
-def invert(number_BKTR: jax.Array, table: BlockTable, num_keys: int, *, pad: int, per: int) -> InverseIndex:
+def invert(number_BKTR: jax.Array, table: BlockTable, *, pad: int, per: int) -> InverseIndex:
     """Lists and work items of a selection given as kernel block numbers (-1 = unused slot, no number twice in a query).
 
-    `pad` and `per` count entries; per % pad == 0 keeps every item's first entry at a multiple of pad. Rows are absolute: batch row b starts
-    at key row b * num_keys.
+    `pad` and `per` count entries; per % pad == 0 keeps every item's first entry at a multiple of pad.
     """
     B, K, T, R = number_BKTR.shape
     L, N, J = B * K, T * R, table.start_BJ.shape[1]
@@ -76,11 +75,11 @@ def invert(number_BKTR: jax.Array, table: BlockTable, num_keys: int, *, pad: int
     packed_LN = (place_LN // R) << slot_bits(R) | place_LN % R
     entry_LP = jnp.full((L, P), -1, jnp.int32).at[l_L1, target_LN].set(packed_LN, mode="drop")
     place_BKTR = jnp.zeros((L, N), jnp.int32).at[l_L1, place_LN].set(target_LN, unique_indices=True).reshape(B, K, T, R)
-    item_WX, first_item_LJ, num_items_LJ = _items(count_LJ, run_start_LJ, table, num_keys, N // per + J, per, K)
+    item_WX, first_item_LJ, num_items_LJ = _items(count_LJ, run_start_LJ, table, N // per + J, per, K)
     return InverseIndex(entry_LP, item_WX, place_BKTR, first_item_LJ, num_items_LJ)
 
 
-def _items(count_LJ, run_start_LJ, table: BlockTable, num_keys: int, items: int, per: int, K: int):
+def _items(count_LJ, run_start_LJ, table: BlockTable, items: int, per: int, K: int):
     """Cut every run into pieces of `per` entries; `items` bounds their number in a list."""
     L, J = count_LJ.shape
     pieces_LJ = -(-count_LJ // per)
@@ -97,8 +96,7 @@ def _items(count_LJ, run_start_LJ, table: BlockTable, num_keys: int, items: int,
     entries_LW = jnp.where(live, jnp.minimum(of_block(count_LJ) - done_LW, per), 0)
     first_LW = jnp.where(live, of_block(run_start_LJ) + done_LW, 0)
     b_L1 = (jnp.arange(L, dtype=jnp.int32) // K)[:, None]
-    start_LW = table.start_BJ[b_L1, block_LW] + b_L1 * num_keys
-    rows_LW = table.rows_BJ[b_L1, block_LW]
     list_LW = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32)[:, None], block_LW.shape)
-    item = jnp.stack([list_LW, start_LW, rows_LW, first_LW, entries_LW], axis=-1).reshape(L * items, 5)
+    block = (b_L1 * J + block_LW, table.start_BJ[b_L1, block_LW], table.rows_BJ[b_L1, block_LW])
+    item = jnp.stack([list_LW, *block, first_LW, entries_LW], axis=-1).reshape(L * items, -1)
     return item, end_LJ - pieces_LJ + jnp.arange(L, dtype=jnp.int32)[:, None] * items, pieces_LJ

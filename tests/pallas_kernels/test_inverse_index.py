@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.block_table import block_table
-from pallas_kernels.inverse_index import COUNT, ENTRY, LIST, ROWS, START, invert, slot_bits
+from pallas_kernels.blocks import make_layout
+from pallas_kernels.inverse_index import BLOCK, COUNT, ENTRY, LIST, ROWS, START, invert, slot_bits
 
 
 def random_ids(rng: np.random.Generator, B: int, K: int, T: int, R: int, high: int) -> np.ndarray:
@@ -38,13 +39,12 @@ def check(B, K, T, S, R, C, *, segments=None, q_offset=None, pad=4, per=64, seed
     rng = np.random.default_rng(seed)
     ids = random_ids(rng, B, K, T, R, S // C + 1)
     offset = np.full(B, S - T) if q_offset is None else np.asarray(q_offset)
-    table = block_table(
-        T, S, block_size=C, batch=B,
-        segments_BS=None if segments is None else jnp.asarray(segments),
-        q_offset_B=None if q_offset is None else jnp.asarray(q_offset),
-    )  # fmt: skip
+    layout = make_layout(
+        T, S, B, None if segments is None else jnp.asarray(segments), None, None if q_offset is None else jnp.asarray(q_offset)
+    )
+    table = block_table(layout, C)
     number = table.number(jnp.asarray(ids))
-    index = invert(number, table, S, pad=pad, per=per)
+    index = invert(number, table, pad=pad, per=per)
     number, start, rows, first = (np.asarray(x) for x in (number, table.start_BJ, table.rows_BJ, table.first_BT))
     assert number.max() < start.shape[1] <= 2 * -(-S // C)
     for b in range(B):
@@ -58,10 +58,25 @@ def check(B, K, T, S, R, C, *, segments=None, q_offset=None, pad=4, per=64, seed
                 if n >= 0:
                     low = start[b, n] if rows[b, n] == C else max(start[b, n], first[b, t])
                     assert (low, min(start[b, n] + rows[b, n], p + 1)) == (begin, min(begin + C, p + 1))
-    check_lists(index, number, start, rows, S, pad=pad, per=per)
+    check_lists(index, number, start, rows, pad=pad, per=per)
+    check_slots(table, layout, rows, C)
 
 
-def check_lists(index, number, start, rows, S, *, pad, per):
+def check_slots(table, layout, rows, C):
+    """Every key of a document that counts stands once in the slots, in its block's rows; all other rows are 0."""
+    B, S = layout.segments_BS.shape
+    x = jnp.arange(1, B * S + 1, dtype=jnp.float32).reshape(B, S, 1, 1)
+    slots = table.to_slots(jnp.where(layout.segments_BS[..., None, None] > 0, x, jnp.nan), C)
+    counted = layout.segments_BS > 0
+    if layout.aligned is not None:
+        counted &= jnp.arange(S) <= layout.index_BT[:, -1:]
+    values = np.asarray(slots).reshape(B, -1, C)
+    assert (np.sort(values[values > 0]) == np.asarray(x[..., 0, 0])[np.asarray(counted)]).all()
+    assert ((values > 0).sum(axis=2) <= rows).all()
+    assert (np.asarray(table.from_slots(slots, S))[..., 0, 0] == np.where(counted, np.asarray(x)[..., 0, 0], 0)).all()
+
+
+def check_lists(index, number, start, rows, *, pad, per):
     """Every entry stands once in the item of its block, in order, and is found again through its place."""
     B, K, _, R = number.shape
     entry, item, place, first_item, items = (np.asarray(x) for x in index)
@@ -77,7 +92,8 @@ def check_lists(index, number, start, rows, S, *, pad, per):
         assert x[COUNT] <= per
         assert (np.diff(t) > 0).all()
         n = number[b, k, t, r]
-        assert (start[b, n] + b * S == x[START]).all()
+        assert (b * start.shape[1] + n == x[BLOCK]).all()
+        assert (start[b, n] == x[START]).all()
         assert (rows[b, n] == x[ROWS]).all()
         assert (entry[x[LIST], place[b, k, t, r]] == run).all()
         assert (first_item[x[LIST], n] <= w).all()
@@ -108,8 +124,8 @@ def test_documents_of_one_token_need_no_more_blocks_than_the_bound():
 
 
 def test_hot_block_is_cut_into_pieces():
-    table = block_table(200, 200, block_size=8)
-    index = invert(table.number(jnp.zeros((1, 1, 200, 1), jnp.int32)), table, 200, pad=4, per=64)
+    table = block_table(make_layout(200, 200, 1, None, None, None), 8)
+    index = invert(table.number(jnp.zeros((1, 1, 200, 1), jnp.int32)), table, pad=4, per=64)
     assert np.asarray(index.item_WX)[:4, COUNT].tolist() == [64, 64, 64, 8]
     assert int(index.num_items_LJ.sum()) == 4
 
@@ -117,9 +133,9 @@ def test_hot_block_is_cut_into_pieces():
 def test_numbers_that_leave_no_room_in_one_word_sort_the_same():
     """1M keys and a chunk of 32K queries: block number and entry do not fit 32 bits together."""
     T, S, R = 1 << 15, 1 << 20, 16
-    table = block_table(T, S, block_size=128)
+    table = block_table(make_layout(T, S, 1, None, None, None), 128)
     ids = np.random.default_rng(0).integers(0, S // 128 - 256, (1, 1, T, R)).astype(np.int32)
-    index = invert(table.number(jnp.asarray(ids)), table, S, pad=4, per=1024)
+    index = invert(table.number(jnp.asarray(ids)), table, pad=4, per=1024)
     entry, place = np.asarray(index.entry_LP), np.asarray(index.place_BKTR)
     found = entry[0, place[0, 0]]
     assert (found >> slot_bits(R) == np.arange(T)[:, None]).all()
