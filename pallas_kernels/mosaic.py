@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
@@ -11,6 +12,9 @@ from jaxlib.mlir.dialects import arith
 # Shared-memory tiles that wgmma reads: 8 rows of 128 bytes, swizzled.  A TMA slice into such a tile must start at a multiple of 8 rows of
 # global memory (Mosaic addresses global memory by whole tiles), which is why keys of packed documents are first laid out in block slots.
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+MASKED = -1e30  # a masked logit: finite, so that the difference of two is not NaN
 
 
 def refuse_device(device_kind: str) -> str | None:
@@ -65,3 +69,41 @@ def row_max(x_XC: jax.Array, *, simulated: bool) -> jax.Array:
 def launch(interpret: plgpu.InterpretGPUParams | None) -> dict[str, Any]:
     """Keyword arguments of `plgpu.kernel` that exist only where the simulator is asked for."""
     return {} if interpret is None else {"interpret": interpret}
+
+
+def register_product(a_XC: jax.Array, b: Any, staging: Any) -> jax.Array:
+    """a @ b with `a` in registers and `b` in shared memory: float32 registers, waited for.
+
+    The simulator takes no left operand from registers: it goes through the shared-memory tile `staging`, which is None on hardware.
+    """
+    if staging is not None:
+        staging[...] = a_XC
+        plgpu.commit_smem()
+    return product(a_XC if staging is None else staging, b, a_XC.shape[0], b.shape[1])
+
+
+def store_where(predicate: jax.Array, source: Any, target: Any, *, simulated: bool) -> None:
+    """Starts a TMA store of its own where `predicate` holds, without committing a group; the simulator knows no predicated store."""
+    if simulated:
+        pl.when(predicate)(lambda: plgpu.copy_smem_to_gmem(source, target, commit_group=False))
+    else:
+        plgpu.copy_smem_to_gmem(source, target, predicate=predicate, commit_group=False)
+
+
+def row_values(values: list[jax.Array], shape: tuple[int, int], axis: int, layout: plgpu.Layout = plgpu.Layout.WGMMA) -> jax.Array:
+    """An int32 register array that holds values[i] in the i-th of len(values) equal parts of `axis`."""
+    place = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
+    part = shape[axis] // len(values)
+    result = filled(shape, values[-1], jnp.int32, layout)
+    for i in reversed(range(len(values) - 1)):
+        result = jnp.where(place < (i + 1) * part, values[i], result)
+    return result
+
+
+def all_phases_seen(barriers: Any, first: jax.Array, end: jax.Array, *, simulated: bool) -> None:
+    """The simulator wants every completed phase of a ring's barriers to be observed; hardware does not care."""
+    if simulated:
+
+        @pl.loop(first, end)
+        def _(i):
+            plgpu.barrier_wait(barriers.at[lax.rem(i, int32(barriers.shape[0]))])

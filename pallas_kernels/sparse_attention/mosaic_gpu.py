@@ -1,0 +1,148 @@
+"""sparse_attention on Hopper (sm_90a): which calls the kernels serve, and the order in which they run.
+
+Forward, for a chunk of queries at a time: split the selection into common and stray entries (mosaic_gpu_q_tile), invert the stray ones
+(inverse_index), run them KV-outer (mosaic_gpu_kv_outer), then walk the common blocks and merge (mosaic_gpu_q_tile). The chunk is as long
+as the parts of its entries fit tuning.BUDGET_BYTES.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.block_table import BlockTable, block_table
+from pallas_kernels.blocks import Layout
+from pallas_kernels.inverse_index import InverseIndex, invert
+from pallas_kernels.mosaic import refuse_device
+from pallas_kernels.sparse_attention import tuning
+from pallas_kernels.sparse_attention.mosaic_gpu_kv_outer import kv_outer
+from pallas_kernels.sparse_attention.mosaic_gpu_q_tile import q_tile, split
+
+
+def refuse(
+    device_kind: str, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ids_BKTR: jax.Array, layout: Layout, **options
+) -> str | None:
+    """Why the kernels do not serve a call, or None."""
+    del layout
+    width, group = q_BTNH.shape[-1], q_BTNH.shape[2] // k_BSKH.shape[2]
+    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16) or not q_BTNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
+        return f"serves bfloat16 and float16, not q in {q_BTNH.dtype}, k in {k_BSKH.dtype} and v in {v_BSKH.dtype}"
+    if width not in (64, 128) or v_BSKH.shape[-1] != width:
+        return f"serves head widths of 64 and 128, the same for q, k and v, not {width} and {v_BSKH.shape[-1]}"
+    if options["block_size"] not in (64, 128):
+        return f"serves block_size 64 and 128, not {options['block_size']}"
+    if group not in (1, 2, 4, 8, 16, 32):
+        return f"serves groups of 1, 2, 4, 8, 16 or 32 query heads a KV head, not {group}"
+    if not 1 <= ids_BKTR.shape[-1] <= 32:
+        return f"serves 1 to 32 blocks a query, not {ids_BKTR.shape[-1]}"
+    if options["scale"] <= 0:
+        return f"takes the maximum of unscaled logits and so needs scale > 0, not {options['scale']}"
+    return refuse_device(device_kind)
+
+
+class Grouped:
+    """Query heads by KV head, [B, T, K, G, H], padded with zero heads to groups of 8: a tile in shared memory has 8 rows or more."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int):
+        self.shape = num_kv_heads, num_heads // num_kv_heads
+        self.padded = max(8, self.shape[1])
+
+    def group(self, x_BTNY: jax.Array) -> jax.Array:
+        x_BTKGY = x_BTNY.reshape(*x_BTNY.shape[:2], *self.shape, *x_BTNY.shape[3:])
+        spare = [(0, 0)] * x_BTKGY.ndim
+        spare[3] = (0, self.padded - self.shape[1])
+        return jnp.pad(x_BTKGY, spare) if spare[3][1] else x_BTKGY
+
+    def ungroup(self, x_BTKGY: jax.Array) -> jax.Array:
+        return x_BTKGY[:, :, :, : self.shape[1]].reshape(*x_BTKGY.shape[:2], -1, *x_BTKGY.shape[4:])
+
+
+def chunk_length(num_queries: int, bytes_a_query: int, multiple: int) -> int:
+    """Queries a chunk: as many as fit the budget, chunks of nearly equal length."""
+    most = max(tuning.BUDGET_BYTES // bytes_a_query, multiple)
+    chunks = math.ceil(num_queries / most)
+    return math.ceil(num_queries / (chunks * multiple)) * multiple
+
+
+def chunked(table: BlockTable, number_BKTR: jax.Array, length: int, chunk: jax.Array) -> tuple[BlockTable, jax.Array, jax.Array]:
+    """One chunk's queries of a table and a selection, and its origin: its first query and that query's key row.
+
+    Past the last query there is none: no entries.
+    """
+    T = number_BKTR.shape[2]
+    beyond = -T % length
+    start = chunk * length
+
+    def queries(x_BTY, axis, fill):
+        spare = [(0, 0)] * x_BTY.ndim
+        spare[axis] = (0, beyond)
+        return lax.dynamic_slice_in_dim(jnp.pad(x_BTY, spare, constant_values=fill), start, length, axis)
+
+    columns = {
+        name: queries(getattr(table, name), 1, fill) for name, fill in (("base_BT", 0), ("local_BT", -1), ("first_BT", 0), ("last_BT", 0))
+    }
+    origin_B2 = jnp.stack([jnp.broadcast_to(start, table.last_BT.shape[:1]), table.last_BT[:, 0] + start], axis=-1).astype(jnp.int32)
+    return table._replace(**columns), queries(number_BKTR, 2, -1), origin_B2
+
+
+def part_lse(lse_LPX: jax.Array, index: InverseIndex, number_LTR: jax.Array, neighbours: int, group: int) -> jax.Array:
+    """Log-sum-exp of the parts from list order to the order of the parts, [L, n, R, X * G]; -inf where there is no entry."""
+    L, T, R = number_LTR.shape
+    place_LN = index.place_BKTR.reshape(L, -1)
+    lse_LTRG = jnp.take_along_axis(lse_LPX.reshape(L, -1, group), place_LN[..., None], axis=1, mode="clip").reshape(L, T, R, group)
+    lse_LTRG = jnp.where((number_LTR >= 0)[..., None], lse_LTRG, -jnp.inf)
+    return lse_LTRG.reshape(L, T // neighbours, neighbours, R, group).swapaxes(2, 3).reshape(L, T // neighbours, R, -1)
+
+
+def forward_chunk(q_BTKGH, k_BZKH, v_BZKH, number_BKTR, table: BlockTable, origin_B2, *, block_size: int, scale: float, interpret=None):
+    """out [B, Tc, K, G, H] and lse [B, Tc, K, G] of one chunk of queries."""
+    (B, K, T, R), G = number_BKTR.shape, q_BTKGH.shape[3]
+    neighbours = tuning.NEIGHBOURS // G
+    threshold = max(1, math.ceil(neighbours * tuning.COMMON_SHARE))
+    parts = split(number_BKTR.reshape(B * K, T, R), table, neighbours=neighbours, threshold=threshold, block_size=block_size)
+    index = invert(parts.stray_LTR.reshape(B, K, T, R), table, pad=max(4, tuning.ROWS // G), per=tuning.FORWARD_PER)
+    static = {"block_size": block_size, "scale": scale, "interpret": interpret}
+    part, lse_LPX = kv_outer(q_BTKGH, k_BZKH, v_BZKH, index, table.first_BT, origin_B2, slots=R, **static)
+    lse_LnRM = part_lse(lse_LPX, index, parts.stray_LTR, neighbours, G)
+    out, lse_LnM = q_tile(q_BTKGH, k_BZKH, v_BZKH, parts, part, lse_LnRM, origin_B2, **static)
+    return out, lse_LnM.reshape(B, K, T, G).swapaxes(1, 2)
+
+
+@functools.partial(jax.jit, static_argnames=("block_size", "scale", "interpret"))
+def forward(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    ids_BKTR: jax.Array,
+    layout: Layout,
+    *,
+    block_size: int,
+    scale: float,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """out [B, T, N, H] and lse [B, T, N] as api.py describes them."""
+    (B, T, N, H), K, R = q_BTNH.shape, k_BSKH.shape[2], ids_BKTR.shape[-1]
+    heads = Grouped(N, K)
+    table = block_table(layout, block_size)
+    q_BTKGH, number_BKTR = heads.group(q_BTNH), table.number(ids_BKTR)
+    k_BZKH, v_BZKH = table.to_slots(k_BSKH, block_size), table.to_slots(v_BSKH, block_size)
+    bytes_a_query = B * K * heads.padded * R * (H * q_BTNH.dtype.itemsize + 2 * 4)
+    length = chunk_length(T, bytes_a_query, tuning.NEIGHBOURS // heads.padded)
+
+    def one(chunk):
+        chunk_table, chunk_number, origin_B2 = chunked(table, number_BKTR, length, chunk)
+        return forward_chunk(
+            q_BTKGH, k_BZKH, v_BZKH, chunk_number, chunk_table, origin_B2, block_size=block_size, scale=scale, interpret=interpret
+        )
+
+    chunks = -(-T // length)
+    if chunks == 1:
+        out, lse = one(jnp.int32(0))
+    else:
+        out, lse = (
+            jnp.moveaxis(x, 0, 1).reshape(B, chunks * length, *x.shape[3:]) for x in lax.map(one, jnp.arange(chunks, dtype=jnp.int32))
+        )
+    return heads.ungroup(out[:, :T]), heads.ungroup(lse[:, :T])

@@ -1,0 +1,18 @@
+"""Sizes that were measured on an H200 (bf16, H = C = 128, G = 16, R = 16); none changes what is computed."""
+
+ROWS = 64  # rows of a wgmma tile: ROWS / G queries with the G heads of one group
+NEIGHBOURS = 128  # rows of a Q-tile: NEIGHBOURS / G neighbouring queries
+
+# KV-outer forward: 256 to 1024 entries a work item are within 3%.
+FORWARD_PER = 512
+FORWARD_WARPGROUPS = 3
+FORWARD_SLOTS = 3  # ring slots a warpgroup
+FORWARD_REGISTERS = (160, 32)  # consumers, producer: 3 * 160 + 32 = 512, all that four warpgroups get
+
+# Partial results of a chunk of queries may take this much memory.
+BUDGET_BYTES = 9 * 2**30
+
+# Q-tile forward: a block is common when this share of the neighbouring queries chose it (4/8 to 6/8 measure alike).
+COMMON_SHARE = 5 / 8
+Q_TILE_RING = 2
+Q_TILE_REGISTERS = (232, 40)  # 2 * 232 + 40 = 504, all that three warpgroups get
