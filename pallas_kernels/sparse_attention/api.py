@@ -4,12 +4,13 @@ import jax
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import checked_layout, require_block_size, require_float, require_groups, require_ids, require_sizes
-from pallas_kernels.sparse_attention import reference
+from pallas_kernels.sparse_attention import mosaic_gpu, reference
 
 OP = "sparse_attention"
 REGISTERED = {
     "reference": dispatch.Implementation(reference.sparse_attention),
     "xla": dispatch.Implementation(reference.sparse_attention),
+    "mosaic_gpu": dispatch.Implementation(mosaic_gpu.sparse_attention, mosaic_gpu.refuse),
 }
 
 

@@ -5,8 +5,11 @@ Forward, for a chunk of queries at a time: split the selection into common and s
 as the parts of its entries fit tuning.BUDGET_BYTES.
 """
 
+from __future__ import annotations
+
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +21,11 @@ from pallas_kernels.blocks import Layout
 from pallas_kernels.inverse_index import InverseIndex, invert
 from pallas_kernels.mosaic import refuse_device
 from pallas_kernels.sparse_attention import tuning
+from pallas_kernels.sparse_attention.mosaic_gpu_backward import backward_items, statistics, sum_items, teacher_weights
 from pallas_kernels.sparse_attention.mosaic_gpu_kv_outer import kv_outer
 from pallas_kernels.sparse_attention.mosaic_gpu_q_tile import q_tile, split
+
+TEACHER_PAD = 64  # the kernels of index_kl take 64 entries of one block a tile
 
 
 def refuse(
@@ -146,3 +152,110 @@ def forward(
             jnp.moveaxis(x, 0, 1).reshape(B, chunks * length, *x.shape[3:]) for x in lax.map(one, jnp.arange(chunks, dtype=jnp.int32))
         )
     return heads.ungroup(out[:, :T]), heads.ungroup(lse[:, :T])
+
+
+class Teacher(NamedTuple):
+    """What index_kl takes from the backward: for each entry the mean over its heads of the probabilities, and where the entries stand."""
+
+    mean_LPC: jax.Array  # in list order; padding holds no numbers
+    index: InverseIndex
+
+
+def backward_chunk(arrays, number_BKTR, table: BlockTable, origin_B2, dkv_LJXCH, *, group, teacher, block_size, scale, interpret=None):
+    """dq [B, Tc, K, G, H] of a chunk, dkv with the chunk's contributions added, and the Teacher or None."""
+    q_BTKGH, dout_BTKGH, k_BZKH, v_BZKH, lse_BTKG, delta_BTKG = arrays
+    (B, K, _, R), G = number_BKTR.shape, q_BTKGH.shape[3]
+    pad = TEACHER_PAD if teacher else max(4, tuning.ROWS // G)
+    index = invert(number_BKTR, table, pad=pad, per=tuning.BACKWARD_PER)
+    stats = statistics(lse_BTKG, delta_BTKG, index, R, scale)
+    weights = teacher_weights(group, G, q_BTKGH.dtype) if teacher else None
+    static = {"slots": R, "block_size": block_size, "scale": scale, "interpret": interpret}
+    chunk = stats, table.first_BT, origin_B2
+    part, dkv, *mean = backward_items(q_BTKGH, dout_BTKGH, k_BZKH, v_BZKH, index, chunk, teacher=weights, **static)
+    dkv_LJXCH = sum_items(dkv, index, dkv_LJXCH, interpret=interpret)
+    dq = sum_slots(part.reshape(B, K, *part.shape[1:]), number_BKTR, G)
+    return dq, dkv_LJXCH, Teacher(mean[0], index) if teacher else None
+
+
+def sum_slots(part_BKnRMH: jax.Array, number_BKTR: jax.Array, group: int) -> jax.Array:
+    """Sum of a query's parts in float32, [B, T, K, G, H]; places without an entry hold no numbers."""
+    B, K, n, R, M, H = part_BKnRMH.shape
+    real_BKnRX = (number_BKTR >= 0).reshape(B, K, n, M // group, R).swapaxes(3, 4)
+    part_BKnRXGH = part_BKnRMH.reshape(B, K, n, R, M // group, group, H).astype(jnp.float32)
+    dq_BKnXGH = jnp.where(real_BKnRX[..., None, None], part_BKnRXGH, 0).sum(axis=3)
+    return jnp.moveaxis(dq_BKnXGH.reshape(B, K, -1, group, H), 1, 2).astype(part_BKnRMH.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("block_size", "scale", "teacher", "interpret"))
+def backward(
+    residuals: tuple[jax.Array, ...],
+    cotangents: tuple[jax.Array, jax.Array],
+    layout: Layout,
+    *,
+    block_size: int,
+    scale: float,
+    teacher: bool = False,
+    interpret: plgpu.InterpretGPUParams | None = None,
+):
+    """(dq, dk, dv) for residuals (q, k, v, ids, out, lse) and cotangents (dout, dlse).
+
+    With `teacher` also the Teacher of each chunk of queries, stacked; every chunk has `chunk_length` queries.
+    """
+    (q_BTNH, k_BSKH, v_BSKH, ids_BKTR, out_BTNH, lse_BTN), (dout_BTNH, dlse_BTN) = residuals, cotangents
+    (B, T, N, H), (_, S, K, _), R = q_BTNH.shape, k_BSKH.shape, ids_BKTR.shape[-1]
+    heads = Grouped(N, K)
+    table = block_table(layout, block_size)
+    number_BKTR = table.number(ids_BKTR)
+    delta_BTN = (dout_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(axis=-1) - dlse_BTN
+    k_BZKH, v_BZKH = table.to_slots(k_BSKH, block_size), table.to_slots(v_BSKH, block_size)
+    q_BTKGH, dout_BTKGH, lse_BTKG, delta_BTKG = (heads.group(x) for x in (q_BTNH, dout_BTNH.astype(q_BTNH.dtype), lse_BTN, delta_BTN))
+    bytes_a_query = B * K * R * (heads.padded * H * 2 + 4 * 2 * heads.padded + teacher * 2 * block_size)
+    length = chunk_length(T, bytes_a_query, tuning.NEIGHBOURS // heads.padded)
+    chunks = -(-T // length)
+
+    def one(dkv_LJXCH, chunk):
+        chunk_table, chunk_number, origin_B2 = chunked(table, number_BKTR, length, chunk)
+        rows_of_chunk = (rows(x, chunk * length, length) for x in (lse_BTKG, delta_BTKG))
+        arrays = q_BTKGH, dout_BTKGH, k_BZKH, v_BZKH, *rows_of_chunk
+        static = {"group": N // K, "teacher": teacher, "block_size": block_size, "scale": scale, "interpret": interpret}
+        dq, dkv_LJXCH, means = backward_chunk(arrays, chunk_number, chunk_table, origin_B2, dkv_LJXCH, **static)
+        return dkv_LJXCH, (dq, means)
+
+    dkv_LJXCH = jnp.zeros((B * K, table.start_BJ.shape[1], 2, block_size, H), jnp.float32)
+    dkv_LJXCH, (dq_ZBTKGH, means) = lax.scan(one, dkv_LJXCH, jnp.arange(chunks, dtype=jnp.int32))
+    dq_BTKGH = jnp.moveaxis(dq_ZBTKGH, 0, 1).reshape(B, chunks * length, *dq_ZBTKGH.shape[3:])[:, :T]
+    dkv_XBZKH = dkv_LJXCH.reshape(B, K, -1, 2, block_size, H).transpose(3, 0, 2, 4, 1, 5).reshape(2, B, -1, K, H)
+    dk_BSKH, dv_BSKH = (table.from_slots(x, S).astype(k_BSKH.dtype) for x in dkv_XBZKH)
+    gradients = heads.ungroup(dq_BTKGH), dk_BSKH, dv_BSKH
+    return (gradients, means) if teacher else gradients
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attend(q_BTNH, k_BSKH, v_BSKH, ids_BKTR, layout, block_size, scale):
+    return forward(q_BTNH, k_BSKH, v_BSKH, ids_BKTR, layout, block_size=block_size, scale=scale)
+
+
+def _attend_forward(q_BTNH, k_BSKH, v_BSKH, ids_BKTR, layout, block_size, scale):
+    out_BTNH, lse_BTN = forward(q_BTNH, k_BSKH, v_BSKH, ids_BKTR, layout, block_size=block_size, scale=scale)
+    return (out_BTNH, lse_BTN), ((q_BTNH, k_BSKH, v_BSKH, ids_BKTR, out_BTNH, lse_BTN), layout)
+
+
+def _attend_backward(block_size, scale, residuals, cotangents):
+    arrays, layout = residuals
+    return *backward(arrays, cotangents, layout, block_size=block_size, scale=scale), None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def sparse_attention(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ids_BKTR: jax.Array, layout: Layout, *, block_size: int, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """out and lse as api.py describes them, differentiable in q, k and v through both."""
+    return _attend(q_BTNH, k_BSKH, v_BSKH, ids_BKTR, layout, block_size, scale)
+
+
+def rows(x_BTKG: jax.Array, start: jax.Array, length: int) -> jax.Array:
+    """Rows start..start + length - 1; past the end, zeros."""
+    beyond = -x_BTKG.shape[1] % length
+    return lax.dynamic_slice_in_dim(jnp.pad(x_BTKG, ((0, 0), (0, beyond), (0, 0), (0, 0))), start, length, axis=1)

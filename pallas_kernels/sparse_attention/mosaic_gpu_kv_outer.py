@@ -11,6 +11,8 @@ and its log-sum-exp (base 2); `merge` puts the R parts of a query together. No a
 Memory: the parts, queries * R * N * H * 2 bytes and 8 bytes of log-sum-exp for each H values; the caller bounds the queries.
 """
 
+from __future__ import annotations
+
 import math
 
 import jax

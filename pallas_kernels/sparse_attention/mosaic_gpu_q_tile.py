@@ -15,6 +15,8 @@ parts into its running state as its last step, so there is no separate combine.
 Blocks of several short documents (windows of the block table) are always stray: there KV-outer masks both ends.
 """
 
+from __future__ import annotations
+
 import math
 from typing import NamedTuple
 

@@ -9,6 +9,12 @@ FORWARD_WARPGROUPS = 3
 FORWARD_SLOTS = 3  # ring slots a warpgroup
 FORWARD_REGISTERS = (160, 32)  # consumers, producer: 3 * 160 + 32 = 512, all that four warpgroups get
 
+# Backward: more ring slots are slower, they leave less L1 for the few spills.
+BACKWARD_PER = 1024
+BACKWARD_RING = 2
+BACKWARD_SENDS = 2  # buffers of dQ on their way out
+BACKWARD_REGISTERS = (240, 24)  # 2 * 240 + 24 = 504
+
 # Partial results of a chunk of queries may take this much memory.
 BUDGET_BYTES = 9 * 2**30
 
