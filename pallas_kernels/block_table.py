@@ -40,10 +40,14 @@ class BlockTable(NamedTuple):
         valid = (ids_BKTR >= 0) & (ids_BKTR <= self.local_BT[:, None, :, None])
         return jnp.where(valid, self.base_BT[:, None, :, None] + ids_BKTR, -1)
 
+    def whole(self, num_keys: int, block_size: int) -> bool:
+        """Whether, as known while tracing, every kernel block is full; then slots and keys are the same rows."""
+        return self.slot_BS is None and self.last_BT.shape[1] == num_keys == self.start_BJ.shape[1] * block_size
+
     def to_slots(self, x_BSKH: jax.Array, block_size: int) -> jax.Array:
         """Keys or values in slots, [B, J * C, K, H]; rows that hold no key of the slot's documents are 0, so that they cannot be NaN."""
         (B, J), S = self.start_BJ.shape, x_BSKH.shape[1]
-        if self.slot_BS is None and self.last_BT.shape[1] == S == J * block_size:
+        if self.whole(S, block_size):
             return x_BSKH
         row_BJC = self.start_BJ[..., None] + jnp.arange(block_size, dtype=jnp.int32)
         real_BJC = jnp.arange(block_size, dtype=jnp.int32) < self.rows_BJ[..., None]

@@ -1,5 +1,7 @@
 """What the Mosaic GPU kernels share: tiled layouts, NaN-ignoring maxima, and the few places where hardware and simulator part ways."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

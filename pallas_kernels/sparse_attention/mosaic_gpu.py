@@ -20,8 +20,9 @@ from pallas_kernels.block_table import BlockTable, block_table
 from pallas_kernels.blocks import Layout
 from pallas_kernels.inverse_index import InverseIndex, invert
 from pallas_kernels.mosaic import refuse_device
+from pallas_kernels.mosaic_pieces import sum_pieces
 from pallas_kernels.sparse_attention import tuning
-from pallas_kernels.sparse_attention.mosaic_gpu_backward import backward_items, statistics, sum_items, teacher_weights
+from pallas_kernels.sparse_attention.mosaic_gpu_backward import backward_items, statistics, teacher_weights
 from pallas_kernels.sparse_attention.mosaic_gpu_kv_outer import kv_outer
 from pallas_kernels.sparse_attention.mosaic_gpu_q_tile import q_tile, split
 
@@ -103,7 +104,9 @@ def part_lse(lse_LPX: jax.Array, index: InverseIndex, number_LTR: jax.Array, nei
     return lse_LTRG.reshape(L, T // neighbours, neighbours, R, group).swapaxes(2, 3).reshape(L, T // neighbours, R, -1)
 
 
-def forward_chunk(q_BTKGH, k_BZKH, v_BZKH, number_BKTR, table: BlockTable, origin_B2, *, block_size: int, scale: float, interpret=None):
+def forward_chunk(
+    q_BTKGH, k_BZKH, v_BZKH, number_BKTR, table: BlockTable, origin_B2, *, windows: bool, block_size: int, scale: float, interpret=None
+):
     """out [B, Tc, K, G, H] and lse [B, Tc, K, G] of one chunk of queries."""
     (B, K, T, R), G = number_BKTR.shape, q_BTKGH.shape[3]
     neighbours = tuning.NEIGHBOURS // G
@@ -111,9 +114,9 @@ def forward_chunk(q_BTKGH, k_BZKH, v_BZKH, number_BKTR, table: BlockTable, origi
     parts = split(number_BKTR.reshape(B * K, T, R), table, neighbours=neighbours, threshold=threshold, block_size=block_size)
     index = invert(parts.stray_LTR.reshape(B, K, T, R), table, pad=max(4, tuning.ROWS // G), per=tuning.FORWARD_PER)
     static = {"block_size": block_size, "scale": scale, "interpret": interpret}
-    part, lse_LPX = kv_outer(q_BTKGH, k_BZKH, v_BZKH, index, table.first_BT, origin_B2, slots=R, **static)
+    part, lse_LPX = kv_outer(q_BTKGH, k_BZKH, v_BZKH, index, (table.first_BT, origin_B2), slots=R, windows=windows, **static)
     lse_LnRM = part_lse(lse_LPX, index, parts.stray_LTR, neighbours, G)
-    out, lse_LnM = q_tile(q_BTKGH, k_BZKH, v_BZKH, parts, part, lse_LnRM, origin_B2, **static)
+    out, lse_LnM = q_tile(q_BTKGH, k_BZKH, v_BZKH, parts.walk_LnYU, part, lse_LnRM, origin_B2, **static)
     return out, lse_LnM.reshape(B, K, T, G).swapaxes(1, 2)
 
 
@@ -140,18 +143,19 @@ def forward(
 
     def one(chunk):
         chunk_table, chunk_number, origin_B2 = chunked(table, number_BKTR, length, chunk)
-        return forward_chunk(
-            q_BTKGH, k_BZKH, v_BZKH, chunk_number, chunk_table, origin_B2, block_size=block_size, scale=scale, interpret=interpret
-        )
+        static = {"windows": not table.whole(k_BSKH.shape[1], block_size), "block_size": block_size, "scale": scale, "interpret": interpret}
+        return forward_chunk(q_BTKGH, k_BZKH, v_BZKH, chunk_number, chunk_table, origin_B2, **static)
 
-    chunks = -(-T // length)
-    if chunks == 1:
-        out, lse = one(jnp.int32(0))
-    else:
-        out, lse = (
-            jnp.moveaxis(x, 0, 1).reshape(B, chunks * length, *x.shape[3:]) for x in lax.map(one, jnp.arange(chunks, dtype=jnp.int32))
-        )
+    out, lse = each_chunk(one, -(-T // length))
     return heads.ungroup(out[:, :T]), heads.ungroup(lse[:, :T])
+
+
+def each_chunk(one, chunks: int):
+    """one(chunk) for every chunk, results joined along the queries."""
+    if chunks == 1:
+        return one(jnp.int32(0))
+    stacked = lax.map(one, jnp.arange(chunks, dtype=jnp.int32))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]), stacked)
 
 
 class Teacher(NamedTuple):
@@ -161,8 +165,8 @@ class Teacher(NamedTuple):
     index: InverseIndex
 
 
-def backward_chunk(arrays, number_BKTR, table: BlockTable, origin_B2, dkv_LJXCH, *, group, teacher, block_size, scale, interpret=None):
-    """dq [B, Tc, K, G, H] of a chunk, dkv with the chunk's contributions added, and the Teacher or None."""
+def backward_chunk(arrays, number_BKTR, table: BlockTable, origin_B2, *, group, teacher, block_size, scale, interpret=None):
+    """dq [B, Tc, K, G, H] of a chunk, its part of (dk, dv) [L, J, 2 C, H] in slots, and the Teacher or None."""
     q_BTKGH, dout_BTKGH, k_BZKH, v_BZKH, lse_BTKG, delta_BTKG = arrays
     (B, K, _, R), G = number_BKTR.shape, q_BTKGH.shape[3]
     pad = TEACHER_PAD if teacher else max(4, tuning.ROWS // G)
@@ -172,9 +176,9 @@ def backward_chunk(arrays, number_BKTR, table: BlockTable, origin_B2, dkv_LJXCH,
     static = {"slots": R, "block_size": block_size, "scale": scale, "interpret": interpret}
     chunk = stats, table.first_BT, origin_B2
     part, dkv, *mean = backward_items(q_BTKGH, dout_BTKGH, k_BZKH, v_BZKH, index, chunk, teacher=weights, **static)
-    dkv_LJXCH = sum_items(dkv, index, dkv_LJXCH, interpret=interpret)
+    dkv_LJCH = sum_pieces(dkv.reshape(dkv.shape[0], -1, dkv.shape[-1]), index, interpret)
     dq = sum_slots(part.reshape(B, K, *part.shape[1:]), number_BKTR, G)
-    return dq, dkv_LJXCH, Teacher(mean[0], index) if teacher else None
+    return dq, dkv_LJCH, Teacher(mean[0], index) if teacher else None
 
 
 def sum_slots(part_BKnRMH: jax.Array, number_BKTR: jax.Array, group: int) -> jax.Array:
@@ -213,20 +217,27 @@ def backward(
     length = chunk_length(T, bytes_a_query, tuning.NEIGHBOURS // heads.padded)
     chunks = -(-T // length)
 
-    def one(dkv_LJXCH, chunk):
+    def one(chunk):
         chunk_table, chunk_number, origin_B2 = chunked(table, number_BKTR, length, chunk)
         rows_of_chunk = (rows(x, chunk * length, length) for x in (lse_BTKG, delta_BTKG))
         arrays = q_BTKGH, dout_BTKGH, k_BZKH, v_BZKH, *rows_of_chunk
         static = {"group": N // K, "teacher": teacher, "block_size": block_size, "scale": scale, "interpret": interpret}
-        dq, dkv_LJXCH, means = backward_chunk(arrays, chunk_number, chunk_table, origin_B2, dkv_LJXCH, **static)
-        return dkv_LJXCH, (dq, means)
+        return backward_chunk(arrays, chunk_number, chunk_table, origin_B2, **static)
 
-    dkv_LJXCH = jnp.zeros((B * K, table.start_BJ.shape[1], 2, block_size, H), jnp.float32)
-    dkv_LJXCH, (dq_ZBTKGH, means) = lax.scan(one, dkv_LJXCH, jnp.arange(chunks, dtype=jnp.int32))
-    dq_BTKGH = jnp.moveaxis(dq_ZBTKGH, 0, 1).reshape(B, chunks * length, *dq_ZBTKGH.shape[3:])[:, :T]
-    dkv_XBZKH = dkv_LJXCH.reshape(B, K, -1, 2, block_size, H).transpose(3, 0, 2, 4, 1, 5).reshape(2, B, -1, K, H)
+    def add(dkv_LJCH, chunk):
+        dq, dkv, means = one(chunk)
+        return dkv_LJCH + dkv, (dq, means)
+
+    if chunks == 1:
+        dq_BTKGH, dkv_LJCH, means = one(jnp.int32(0))
+        means = jax.tree.map(lambda x: x[None], means)
+    else:
+        zeros_LJCH = jnp.zeros((B * K, table.start_BJ.shape[1], 2 * block_size, H), jnp.float32)
+        dkv_LJCH, (dq_ZBTKGH, means) = lax.scan(add, zeros_LJCH, jnp.arange(chunks, dtype=jnp.int32))
+        dq_BTKGH = jnp.moveaxis(dq_ZBTKGH, 0, 1).reshape(B, chunks * length, *dq_ZBTKGH.shape[3:])
+    dkv_XBZKH = dkv_LJCH.reshape(B, K, -1, 2, block_size, H).transpose(3, 0, 2, 4, 1, 5).reshape(2, B, -1, K, H)
     dk_BSKH, dv_BSKH = (table.from_slots(x, S).astype(k_BSKH.dtype) for x in dkv_XBZKH)
-    gradients = heads.ungroup(dq_BTKGH), dk_BSKH, dv_BSKH
+    gradients = heads.ungroup(dq_BTKGH[:, :T]), dk_BSKH, dv_BSKH
     return (gradients, means) if teacher else gradients
 
 

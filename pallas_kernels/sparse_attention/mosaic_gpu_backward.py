@@ -279,34 +279,3 @@ def backward_items(
     )
     operands = (q_BTKGH, dout_BTKGH, k_BZKH, v_BZKH, index.entry_LP, index.item_WX, stats_LYXM, first_BT, origin_B2)
     return kernel(*operands, *([] if teacher is None else [teacher]))
-
-
-def sum_items(
-    part_WXCH: jax.Array, index: InverseIndex, before_LJXCH: jax.Array, *, interpret: plgpu.InterpretGPUParams | None = None
-) -> jax.Array:
-    """before + the parts of each block's work items, in a fixed order: [L, J, X, C, H] float32."""
-    (L, J), (_, X, C, H) = index.num_items_LJ.shape, part_WXCH.shape
-    run_YX = jnp.stack([index.first_item_LJ, index.num_items_LJ], axis=-1).reshape(L * J, 2)
-    at_once = 32
-    layout = plgpu.Layout.WG_STRIDED((at_once, H), vec_size=4)
-
-    def sparse_attention_sum_items(part_ref, run_ref, before_ref, out_ref):
-        y = lax.axis_index("y")
-        first, count = run_ref[y, 0], run_ref[y, 1]
-        for x in range(X):
-            for row in range(0, C, at_once):
-                here = pl.ds(row, at_once)
-
-                def add(i, total, x=x, here=here):
-                    return total + plgpu.load(part_ref.at[first + i, x, here], layout=layout)
-
-                out_ref[y, x, here] = lax.fori_loop(0, count, add, plgpu.load(before_ref.at[y, x, here], layout=layout))
-
-    kernel = plgpu.kernel(
-        sparse_attention_sum_items,
-        out_type=jax.ShapeDtypeStruct((L * J, X, C, H), jnp.float32),
-        grid=(L * J,),
-        grid_names=("y",),
-        **launch(interpret),
-    )
-    return kernel(part_WXCH, run_YX, before_LJXCH.reshape(L * J, X, C, H)).reshape(before_LJXCH.shape)

@@ -32,10 +32,10 @@ def kv_outer(
     k_BZKH: jax.Array,
     v_BZKH: jax.Array,
     index: InverseIndex,
-    first_BT: jax.Array,
-    origin_B2: jax.Array,
+    chunk: tuple[jax.Array, jax.Array],
     *,
     slots: int,
+    windows: bool,
     block_size: int,
     scale: float,
     interpret: plgpu.InterpretGPUParams | None = None,
@@ -44,9 +44,9 @@ def kv_outer(
 
     Args:
       q_BTKGH: all queries, G a multiple of 8; k_BZKH, v_BZKH: keys and values in slots (block_table).
-      index: inverse index of a chunk of queries, `first_BT` their table column; its entries count from the chunk's first query.
-      origin_B2: the chunk's first query and the key row at which that stands, for each batch row.
-      slots: slots a query, R.
+      index: stray entries of a chunk of queries: no full block is among them that is a query's own.
+      chunk: (first_BT, origin_B2): the chunk's column of the block table; its first query and the key row at which that stands.
+      slots: slots a query, R. windows: whether there may be kernel blocks that are not full.
 
     Returns:
       part [L, T / X, R, X * G, H]: X neighbouring queries (tuning.NEIGHBOURS rows) stand together; only places of entries are written.
@@ -56,6 +56,7 @@ def kv_outer(
     rows, per, consumers = tuning.ROWS, tuning.FORWARD_PER, tuning.FORWARD_WARPGROUPS
     per_tile, neighbours, ring = rows // G, tuning.NEIGHBOURS // G, consumers * tuning.FORWARD_SLOTS
     simulated = interpret is not None
+    first_BT, origin_B2 = chunk
     scale2 = scale * math.log2(math.e)
 
     def sparse_attention_kv_outer(q_ref, k_ref, v_ref, entry_ref, item_ref, first_ref, origin_ref, part_ref, lse_ref, *scratch):
@@ -99,8 +100,9 @@ def kv_outer(
                 tile = entries.of_tile(i)
                 plgpu.barrier_wait(q_bar.at[slot])
                 s = product(q_sm.at[slot], k_sm.T, rows, block_size)
-                hidden, mask = visible([t for t, _, _ in tile], first_ref.at[b], item, block_size, s.shape, query_axis=0)
-                s = lax.cond(hidden, lambda s: jnp.where(mask(), s, MASKED), lambda s: s, s)
+                if windows:
+                    hidden, mask = visible([t for t, _, _ in tile], first_ref.at[b], item, block_size, s.shape, query_axis=0)
+                    s = lax.cond(hidden, lambda s: jnp.where(mask(), s, MASKED), lambda s: s, s)
                 top = s.max(axis=1) * scale2
                 p = jnp.exp2(s * scale2 - lax.broadcast_in_dim(top, s.shape, [0]))
                 total = p.sum(axis=1)

@@ -12,6 +12,8 @@ parts into its running state as its last step, so there is no separate combine.
     producer (1 warpgroup)    rows of Q, then K and V of the common blocks, then the parts, two a ring slot
     consumers (2 warpgroups)  64 rows each
 
+One thread block a multiprocessor takes tile after tile, so that the loads of the next tile hide behind the merge of this one.
+
 Blocks of several short documents (windows of the block table) are always stray: there KV-outer masks both ends.
 """
 
@@ -34,58 +36,64 @@ from pallas_kernels.sparse_attention import tuning
 class Split(NamedTuple):
     """A selection of L lists in n tiles of X queries, parted into common blocks and stray entries."""
 
-    block_LnU: jax.Array  # kernel blocks b * J + j; the first `count` places count
-    start_LnU: jax.Array  # their first key rows
-    bits_LnU: jax.Array  # bit x: query x of the tile chose the block
-    count_Ln: jax.Array
+    walk_LnYU: jax.Array  # int32; rows BLOCKS, STARTS and BITS say of each place which block, row SIZES how many of them and of the parts
     stray_LTR: jax.Array  # kernel block numbers, packed to the front, -1 after
-    strays_Ln: jax.Array  # most stray entries of a query of the tile
+
+
+BLOCKS, STARTS, BITS, SIZES = range(4)  # kernel block b * J + j; its first key row; bit x: query x chose it; (blocks, parts)
+_OWN, _WINDOW = 16, 21  # bits of the sums in `split` that count own blocks and windows, above one bit a query
 
 
 def split(number_LTR: jax.Array, table: BlockTable, *, neighbours: int, threshold: int, block_size: int) -> Split:
     """Common are the full blocks that at least `threshold` of `neighbours` queries chose, and those that are one's own block.
 
-    All comparisons of a tile's entries with each other: X * R is small, and nothing is sorted or scattered.
+    Compares a tile's entries with each other: X * R is small, and nothing is sorted or scattered.
     """
     (L, T, R), (B, J) = number_LTR.shape, table.start_BJ.shape
     n, U = T // neighbours, neighbours * R
-    number_LnU = number_LTR.reshape(L, n, U)
-    query_U = jnp.arange(U, dtype=jnp.int32) // R
     b_L = jnp.arange(L, dtype=jnp.int32) // (L // B)
-    window_BT = jnp.take_along_axis(table.rows_BJ, table.base_BT + jnp.maximum(table.local_BT, 0), axis=1) < block_size
-    own_BnX = jnp.where(table.local_BT >= 0, table.base_BT + table.local_BT, -2).reshape(B, n, neighbours)
-    own_LnX, window_LnX = own_BnX[b_L], window_BT.reshape(B, n, neighbours)[b_L]
+    own_BT = table.base_BT + jnp.maximum(table.local_BT, 0)
+    window_BT = jnp.take_along_axis(table.rows_BJ, own_BT, axis=1) < block_size
+    own_LTR = number_LTR == own_BT[b_L][..., None]
+    bit_T1 = 1 << (jnp.arange(T, dtype=jnp.int32) % neighbours)[:, None]
+    says_LTR = bit_T1 + jnp.where(own_LTR, (1 << _OWN) + jnp.where(window_BT[b_L][..., None], 1 << _WINDOW, 0), 0)
+    number_LnU, says_LnU = number_LTR.reshape(L, n, U), says_LTR.reshape(L, n, U)
 
-    equal = (number_LnU[..., :, None] == number_LnU[..., None, :]) & (number_LnU >= 0)[..., None]
-    bits_LnU = jnp.where(equal, 1 << query_U, 0).sum(axis=-1, dtype=jnp.int32)
-    own_of = number_LnU[..., None] == own_LnX[..., None, :]
-    common = (lax.population_count(bits_LnU) >= threshold) | own_of.any(axis=-1)
-    common &= (number_LnU >= 0) & ~(own_of & window_LnX[..., None, :]).any(axis=-1)
+    equal = number_LnU[..., :, None] == number_LnU[..., None, :]
+    sums_LnU = jnp.where(equal, says_LnU[..., None, :], 0).sum(axis=-1, dtype=jnp.int32)
+    bits_LnU = sums_LnU & ((1 << _OWN) - 1)
+    chosen_enough = (lax.population_count(bits_LnU) >= threshold) | ((sums_LnU >> _OWN) > 0)
+    common = (number_LnU >= 0) & chosen_enough & ((sums_LnU >> _WINDOW) == 0)
+    query_U = jnp.arange(U, dtype=jnp.int32) // R
     head = common & (bits_LnU & ((1 << query_U) - 1) == 0)
 
     places = min(U, -(-(U // threshold + neighbours) // 32) * 32)
-    before_UU = jnp.arange(U)[:, None] < jnp.arange(U)
-    rank_LnU = jnp.einsum("lnu,uv->lnv", head.astype(jnp.bfloat16), before_UU.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
-    at_place = head[..., None, :] & (rank_LnU[..., None, :] == jnp.arange(places, dtype=jnp.float32)[:, None])
-    listed_LnV = jnp.where(at_place, number_LnU[..., None, :], 0).sum(axis=-1)
-    listed_bits_LnV = jnp.where(at_place, bits_LnU[..., None, :], 0).sum(axis=-1)
-    start_LnV = jnp.take_along_axis(table.start_BJ[b_L], listed_LnV.reshape(L, -1), axis=1).reshape(listed_LnV.shape)
+    before_UU = (jnp.arange(U)[:, None] < jnp.arange(U)).astype(jnp.bfloat16)
+    rank_LnU = jnp.einsum("lnu,uv->lnv", head.astype(jnp.bfloat16), before_UU, preferred_element_type=jnp.float32)
+    rank_LnU = jnp.where(head, rank_LnU.astype(jnp.int32), -1)
+    both_LnU = number_LnU.astype(jnp.uint32) << _OWN | bits_LnU.astype(jnp.uint32)
+    at_place = rank_LnU[..., None, :] == jnp.arange(places, dtype=jnp.int32)[:, None]
+    listed_LnV = jnp.where(at_place, both_LnU[..., None, :], 0).sum(axis=-1, dtype=jnp.uint32)
+    listed_block_LnV = (listed_LnV >> _OWN).astype(jnp.int32)
+    start_LnV = jnp.take_along_axis(table.start_BJ[b_L], listed_block_LnV.reshape(L, -1), axis=1).reshape(listed_LnV.shape)
 
     stray_LTR = ((number_LnU >= 0) & ~common).reshape(L, T, R)
     slot_R = jnp.arange(R, dtype=jnp.int32)
     earlier_LTR = (stray_LTR[..., None, :] & (slot_R < slot_R[:, None])).sum(axis=-1, dtype=jnp.int32)
     moved = stray_LTR[..., None, :] & (earlier_LTR[..., None, :] == slot_R[:, None])
     packed_LTR = jnp.where(moved, number_LTR[..., None, :], -1).max(axis=-1)
-    strays_Ln = stray_LTR.sum(axis=-1, dtype=jnp.int32).reshape(L, n, neighbours).max(axis=-1)
-    count_Ln = head.sum(axis=-1, dtype=jnp.int32)
-    return Split(listed_LnV + (b_L * J)[:, None, None], start_LnV, listed_bits_LnV, count_Ln, packed_LTR, strays_Ln)
+
+    parts_Ln = stray_LTR.sum(axis=-1, dtype=jnp.int32).reshape(L, n, neighbours).max(axis=-1)
+    sizes_LnV = jnp.where(jnp.arange(places) == 0, head.sum(axis=-1, dtype=jnp.int32)[..., None], parts_Ln[..., None])
+    bits_LnV = (listed_LnV & ((1 << _OWN) - 1)).astype(jnp.int32)
+    return Split(jnp.stack([listed_block_LnV + (b_L * J)[:, None, None], start_LnV, bits_LnV, sizes_LnV], axis=2), packed_LTR)
 
 
 def q_tile(
     q_BTKGH: jax.Array,
     k_BZKH: jax.Array,
     v_BZKH: jax.Array,
-    parts: Split,
+    walk_LnYU: jax.Array,
     part_LnRMH: jax.Array,
     lse_LnRM: jax.Array,
     origin_B2: jax.Array,
@@ -94,65 +102,81 @@ def q_tile(
     scale: float,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over the common blocks of `parts`, merged with the stray parts.
+    """Attention over the common blocks, merged with the stray parts.
 
     Args:
-      q_BTKGH, k_BZKH, v_BZKH, origin_B2: as for kv_outer.
+      q_BTKGH, k_BZKH, v_BZKH, origin_B2: as for kv_outer. walk_LnYU: see Split.
       part_LnRMH: parts of the stray entries, lse_LnRM: their base-2 log-sum-exp, -inf where there is none.
 
     Returns:
       out [B, Tc, K, G, H] of the chunk's Tc queries and lse [L, n, M] float32, natural; 0 and -inf where a query has no block.
     """
-    (B, T, K, G, H), (L, n, U), R, dtype = q_BTKGH.shape, parts.block_LnU.shape, lse_LnRM.shape[2], q_BTKGH.dtype
+    (B, T, K, G, H), (L, n, _, U), R, dtype = q_BTKGH.shape, walk_LnYU.shape, lse_LnRM.shape[2], q_BTKGH.dtype
     rows, ring, neighbours = tuning.ROWS, tuning.Q_TILE_RING, tuning.NEIGHBOURS // G
-    per_group = rows // G
+    per_group, thread_blocks = rows // G, min(tuning.SMS, L * n)
     simulated = interpret is not None
     scale2 = scale * math.log2(math.e)
     by_row = plgpu.Layout.WGMMA.reduce(1)
-    tile_LnX = jnp.stack([parts.count_Ln, -(-parts.strays_Ln // 2)], axis=-1)
 
-    def sparse_attention_q_tile(q_ref, k_ref, v_ref, block_ref, start_ref, bits_ref, tile_ref, part_ref, part_lse_ref, origin_ref, *rest):
-        out_ref, lse_ref, q_sm, k_sm, v_sm, list_sm, lse_sm, list_bar, q_bar, lse_bar, k_bar, v_bar, k_free, v_free, *staging = rest
-        l, wg = lax.axis_index("l"), lax.axis_index("wg")
-        c = n - 1 - lax.axis_index("c")  # the longest walks first
-        b, h = lax.div(l, int32(K)), lax.rem(l, int32(K))
-        blocks, pairs = tile_ref[l, c, 0], tile_ref[l, c, 1]
+    def sparse_attention_q_tile(q_ref, k_ref, v_ref, walk_ref, part_ref, part_lse_ref, origin_ref, out_ref, lse_ref, *scratch):
+        q_sm, k_sm, v_sm, walk_sm, lse_sm, walk_bar, q_bar, lse_bar, tile_free, k_bar, v_bar, k_free, v_free, *staging = scratch
+        x, wg = lax.axis_index("x"), lax.axis_index("wg")
+        mine = lax.div(L * n - x + (thread_blocks - 1), int32(thread_blocks))
+
+        def tile_of(i):
+            """The thread block's i-th tile, as (list, tile, batch row, KV head, buffer); the longest walks come first."""
+            place = i * thread_blocks + x
+            l = lax.rem(place, int32(L))
+            return l, n - 1 - lax.div(place, int32(L)), lax.div(l, int32(K)), lax.rem(l, int32(K)), lax.rem(i, int32(2))
 
         def produce():
             plgpu.set_max_registers(tuning.Q_TILE_REGISTERS[1], action="decrease")
-            for i, ref in enumerate((block_ref, start_ref, bits_ref)):
-                plgpu.copy_gmem_to_smem(ref.at[l, c], list_sm.at[i], list_bar)
-            query0 = origin_ref[b, 0] + c * neighbours
-            for x in range(neighbours):
-                t = jnp.minimum(query0 + x, T - 1)
-                place = pl.ds(x % per_group * G, G)
-                plgpu.copy_gmem_to_smem(q_ref.at[b, t, h], q_sm.at[x // per_group, place], q_bar)
-            plgpu.copy_gmem_to_smem(part_lse_ref.at[l, c], lse_sm, lse_bar)
-            plgpu.barrier_wait(list_bar)
 
-            def fill(i, k_source, v_source, size):
-                slot = lax.rem(i, int32(ring))
+            def load(step, k_source, v_source, size):
+                slot = lax.rem(step, int32(ring))
                 for source, sm, bar, free in ((k_source, k_sm, k_bar, k_free), (v_source, v_sm, v_bar, v_free)):
-                    pl.when(i >= ring)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+                    pl.when(step >= ring)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
                     plgpu.copy_gmem_to_smem(source, sm.at[slot, pl.ds(0, size)], bar.at[slot])
 
-            @pl.loop(0, blocks)
-            def _(i):
-                block = list_sm[0, i] - b * (k_ref.shape[1] // block_size)
-                here = pl.ds(block * block_size, block_size)
-                fill(i, k_ref.at[b, here, h], v_ref.at[b, here, h], block_size)
+            def tile(i, done):
+                l, c, b, h, buffer = tile_of(i)
+                pl.when(i >= 2)(lambda: plgpu.barrier_wait(tile_free.at[buffer]))
+                plgpu.commit_smem()  # orders this warpgroup's own reads of the walk before the TMA write
+                plgpu.copy_gmem_to_smem(walk_ref.at[l, c], walk_sm.at[buffer], walk_bar.at[buffer])
+                query0 = origin_ref[b, 0] + c * neighbours
+                for j in range(neighbours):
+                    target = q_sm.at[buffer, j // per_group, pl.ds(j % per_group * G, G)]
+                    plgpu.copy_gmem_to_smem(q_ref.at[b, jnp.minimum(query0 + j, T - 1), h], target, q_bar.at[buffer])
+                plgpu.copy_gmem_to_smem(part_lse_ref.at[l, c], lse_sm.at[buffer], lse_bar.at[buffer])
+                plgpu.barrier_wait(walk_bar.at[buffer])
+                blocks, parts = walk_sm[buffer, SIZES, 0], walk_sm[buffer, SIZES, 1]
+                pairs = lax.div(parts + 1, int32(2))
 
-            @pl.loop(0, pairs)
-            def _(i):
-                fill(blocks + i, part_ref.at[l, c, 2 * i], part_ref.at[l, c, 2 * i + 1], 2 * rows)
+                @pl.loop(0, blocks)
+                def _(j):
+                    block = walk_sm[buffer, BLOCKS, j] - b * (k_ref.shape[1] // block_size)
+                    here = pl.ds(block * block_size, block_size)
+                    load(done + j, k_ref.at[b, here, h], v_ref.at[b, here, h], block_size)
 
-            for free in (k_free, v_free):
-                all_phases_seen(free, jnp.maximum(blocks + pairs - ring, 0), blocks + pairs, simulated=simulated)
+                @pl.loop(0, pairs)
+                def _(j):
+                    # An odd part has no companion: the first one is in the cache and does no harm.
+                    second = jnp.where(2 * j + 1 < parts, 2 * j + 1, 0)
+                    load(done + blocks + j, part_ref.at[l, c, 2 * j], part_ref.at[l, c, second], 2 * rows)
 
-        def walk(i, state):
+                return done + blocks + pairs
+
+            done = lax.fori_loop(0, mine, tile, int32(0))
+            if simulated:  # every phase has to be observed
+                pl.when(mine > 1)(lambda: plgpu.barrier_wait(tile_free.at[lax.rem(mine, int32(2))]))
+                for free in (k_free, v_free):
+                    all_phases_seen(free, jnp.maximum(done - ring, 0), done, simulated=simulated)
+
+        def walk(tile, done, j, state):
             """One common block: the online softmax step of this warpgroup's rows, or only the barriers where no row wants it."""
-            slot = lax.rem(i, int32(ring))
-            start, wanted = list_sm[1, i], lax.shift_right_logical(list_sm[2, i], wg * per_group) & ((1 << per_group) - 1)
+            (_, c, b, _, buffer), slot = tile, lax.rem(done + j, int32(ring))
+            start = walk_sm[buffer, STARTS, j]
+            wanted = lax.shift_right_logical(walk_sm[buffer, BITS, j], wg * per_group) & ((1 << per_group) - 1)
             key_row = origin_ref[b, 1] + c * neighbours + wg * per_group
             k, v = (sm.at[slot, pl.ds(0, block_size)] for sm in (k_sm, v_sm))
             plgpu.barrier_wait(k_bar.at[slot])
@@ -164,7 +188,7 @@ def q_tile(
 
             def step(state):
                 acc, top, total = state
-                s = product(q_sm.at[wg], k.T, rows, block_size)
+                s = product(q_sm.at[buffer, wg], k.T, rows, block_size)
                 plgpu.barrier_arrive(k_free.at[slot])
                 s = lax.cond(start + block_size > key_row, mask, lambda s: s, s)
                 row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=by_row)
@@ -191,46 +215,61 @@ def q_tile(
 
             return lax.cond(wanted > 0, step, skip, state)
 
-        def merge(state):
+        def merge(buffer, done, parts, state):
             """Adds the stray parts: weights relative to the final maximum, two parts a ring slot."""
             acc, top, total = state
-            mine = pl.ds(wg * rows, rows)
-            plgpu.barrier_wait(lse_bar)
+            my_rows = pl.ds(wg * rows, rows)
+            plgpu.barrier_wait(lse_bar.at[buffer])
             new_top = top
             for r in range(R):
-                new_top = jnp.maximum(new_top, plgpu.load(lse_sm.at[r, mine], layout=by_row))
+                new_top = jnp.maximum(new_top, plgpu.load(lse_sm.at[buffer, r, my_rows], layout=by_row))
             shrink = jnp.exp2(top - new_top)
 
-            def add(i, state):
+            def add(j, state):
                 acc, total = state
-                slot = lax.rem(blocks + i, int32(ring))
+                slot = lax.rem(done + j, int32(ring))
                 for half, (sm, bar, free) in enumerate(((k_sm, k_bar, k_free), (v_sm, v_bar, v_free))):
                     plgpu.barrier_wait(bar.at[slot])
-                    x = plgpu.load(sm.at[slot, mine], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-                    weight = jnp.exp2(plgpu.load(lse_sm.at[2 * i + half, mine], layout=by_row) - new_top)
+                    part = plgpu.load(sm.at[slot, my_rows], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                    r = 2 * j + half
+                    lse = plgpu.load(lse_sm.at[buffer, jnp.minimum(r, R - 1), my_rows], layout=by_row)
+                    weight = jnp.exp2(lse - new_top + jnp.where(r < parts, 0.0, MASKED))
                     weights = lax.broadcast_in_dim(weight, acc.shape, [0])
-                    acc = acc + jnp.where(weights == 0, 0.0, x * weights)  # places without an entry hold no number
+                    acc = acc + jnp.where(weights == 0, 0.0, part * weights)  # places without an entry hold no numbers
                     total = total + weight
+                    plgpu.commit_smem()  # orders these reads before the TMA write that the barrier lets go
                     plgpu.barrier_arrive(free.at[slot])
                 return acc, total
 
             state = acc * lax.broadcast_in_dim(shrink, acc.shape, [0]), total * shrink
-            return *lax.fori_loop(0, pairs, add, state), new_top
+            return *lax.fori_loop(0, lax.div(parts + 1, int32(2)), add, state), new_top
 
         def consume():
             plgpu.set_max_registers(tuning.Q_TILE_REGISTERS[0], action="increase")
-            plgpu.barrier_wait(list_bar)
-            plgpu.barrier_wait(q_bar)
-            zeros = filled((rows, H), 0.0, jnp.float32, plgpu.Layout.WGMMA)
-            state = zeros, filled((rows,), MASKED, jnp.float32, by_row), filled((rows,), 0.0, jnp.float32, by_row)
-            acc, total, top = merge(lax.fori_loop(0, blocks, walk, state))
-            some = total != 0  # NaN is some: it has to reach the outputs
-            out = acc * lax.broadcast_in_dim(jnp.where(some, 1.0 / total, 0.0), acc.shape, [0])
-            q_sm[wg] = out.astype(dtype)
-            lse_ref[l, c, pl.ds(wg * rows, rows)] = jnp.where(some, (top + jnp.log2(total)) * math.log(2), -jnp.inf)
-            plgpu.commit_smem()
-            for x in range(per_group):
-                plgpu.copy_smem_to_gmem(q_sm.at[wg, pl.ds(x * G, G)], out_ref.at[b, c * neighbours + wg * per_group + x, h])
+
+            def tile(i, done):
+                where = l, c, b, h, buffer = tile_of(i)
+                plgpu.barrier_wait(walk_bar.at[buffer])
+                plgpu.barrier_wait(q_bar.at[buffer])
+                blocks, parts = walk_sm[buffer, SIZES, 0], walk_sm[buffer, SIZES, 1]
+                zeros = filled((rows, H), 0.0, jnp.float32, plgpu.Layout.WGMMA)
+                state = zeros, filled((rows,), MASKED, jnp.float32, by_row), filled((rows,), 0.0, jnp.float32, by_row)
+                state = lax.fori_loop(0, blocks, lambda j, state: walk(where, done, j, state), state)
+                # By now the output of the tile before has left its buffer.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                pl.when(i > 0)(lambda: plgpu.barrier_arrive(tile_free.at[1 - buffer]))
+                acc, total, top = merge(buffer, done + blocks, parts, state)
+                some = total != 0  # NaN is some: it has to reach the outputs
+                out = acc * lax.broadcast_in_dim(jnp.where(some, 1.0 / total, 0.0), acc.shape, [0])
+                q_sm[buffer, wg] = out.astype(dtype)
+                lse_ref[l, c, pl.ds(wg * rows, rows)] = jnp.where(some, (top + jnp.log2(total)) * math.log(2), -jnp.inf)
+                plgpu.commit_smem()
+                for j in range(per_group):
+                    target = out_ref.at[b, c * neighbours + wg * per_group + j, h]
+                    plgpu.copy_smem_to_gmem(q_sm.at[buffer, wg, pl.ds(j * G, G)], target)
+                return done + blocks + lax.div(parts + 1, int32(2))
+
+            lax.fori_loop(0, mine, tile, int32(0))
             plgpu.wait_smem_to_gmem(0)
 
         pl.when(wg < 2)(consume)
@@ -238,14 +277,15 @@ def q_tile(
 
     ring_rows = max(2 * rows, block_size)
     scratch = [
-        plgpu.SMEM((2, rows, H), dtype, transforms=TILED),
+        plgpu.SMEM((2, 2, rows, H), dtype, transforms=TILED),
         plgpu.SMEM((ring, ring_rows, H), dtype, transforms=TILED),
         plgpu.SMEM((ring, ring_rows, H), dtype, transforms=TILED),
-        plgpu.SMEM((3, U), jnp.int32),
-        plgpu.SMEM((R, 2 * rows), jnp.float32),
-        plgpu.Barrier(num_arrivals=3),  # producer -> all: the list of blocks
-        plgpu.Barrier(num_arrivals=neighbours),  # producer -> consumers: the queries
-        plgpu.Barrier(),  # producer -> consumers: log-sum-exp of the parts
+        plgpu.SMEM((2, 4, U), jnp.int32),
+        plgpu.SMEM((2, R, 2 * rows), jnp.float32),
+        plgpu.Barrier(num_barriers=2),  # producer -> all: what the tile walks
+        plgpu.Barrier(num_barriers=2, num_arrivals=neighbours),  # producer -> consumers: the queries
+        plgpu.Barrier(num_barriers=2),  # producer -> consumers: log-sum-exp of the parts
+        plgpu.Barrier(num_barriers=2, num_arrivals=2),  # consumers -> producer: the three above can be filled again
         plgpu.Barrier(num_barriers=ring),  # producer -> consumers: K, or a part with an even number
         plgpu.Barrier(num_barriers=ring),  # producer -> consumers: V, or a part with an odd number
         plgpu.Barrier(num_barriers=ring, num_arrivals=2),  # consumers -> producer: the slot of K is read
@@ -259,13 +299,12 @@ def q_tile(
             jax.ShapeDtypeStruct((B, n * neighbours, K, G, H), dtype),
             jax.ShapeDtypeStruct((L, n, 2 * rows), jnp.float32),
         ),
-        grid=(L, n),
-        grid_names=("l", "c"),
+        grid=(thread_blocks,),
+        grid_names=("x",),
         num_threads=3,
         thread_name="wg",
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         **launch(interpret),
     )
-    lists = parts.block_LnU, parts.start_LnU, parts.bits_LnU
-    return kernel(q_BTKGH, k_BZKH, v_BZKH, *lists, tile_LnX, part_LnRMH, lse_LnRM, origin_B2)
+    return kernel(q_BTKGH, k_BZKH, v_BZKH, walk_LnYU, part_LnRMH, lse_LnRM, origin_B2)

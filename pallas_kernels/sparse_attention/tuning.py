@@ -1,6 +1,7 @@
 """Sizes that were measured on an H200 (bf16, H = C = 128, G = 16, R = 16); none changes what is computed."""
 
 ROWS = 64  # rows of a wgmma tile: ROWS / G queries with the G heads of one group
+SMS = 132  # multiprocessors; a kernel with one thread block on each takes tile after tile
 NEIGHBOURS = 128  # rows of a Q-tile: NEIGHBOURS / G neighbouring queries
 
 # KV-outer forward: 256 to 1024 entries a work item are within 3%.
