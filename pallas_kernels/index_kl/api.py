@@ -6,13 +6,14 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.blocks import at_queries
 from pallas_kernels.checks import checked_layout, require, require_block_size, require_float, require_groups, require_ids, require_sizes
-from pallas_kernels.index_kl import reference
+from pallas_kernels.index_kl import mosaic_gpu, reference
 from pallas_kernels.numerics import accumulator
 
 OP = "index_kl"
 REGISTERED = {
     "reference": dispatch.Implementation(reference.index_kl),
     "xla": dispatch.Implementation(reference.index_kl),
+    "mosaic_gpu": dispatch.Implementation(mosaic_gpu.index_kl, mosaic_gpu.refuse),
 }
 
 
