@@ -43,15 +43,32 @@ def padded_entries(queries: int, slots: int, blocks: int, pad: int, per: int) ->
 
 
 def _sorted_entries(number_LN: jax.Array, blocks: int) -> tuple[jax.Array, jax.Array]:
-    """Entries sorted by block number (unused slots last, as number `blocks`), ascending inside a block."""
-    number_LN = jnp.where(number_LN < 0, blocks, number_LN)
-    bits = max(1, int(number_LN.shape[1] - 1).bit_length())
-    if blocks < (1 << (32 - bits)):  # number and place fit one word: the faster sort
-        place_N = jnp.arange(number_LN.shape[1], dtype=jnp.uint32)
-        key_LN = lax.sort(number_LN.astype(jnp.uint32) << bits | place_N, dimension=1, is_stable=False)
-        return (key_LN >> bits).astype(jnp.int32), (key_LN & ((1 << bits) - 1)).astype(jnp.int32)
-    place_LN = jnp.broadcast_to(jnp.arange(number_LN.shape[1], dtype=jnp.int32), number_LN.shape)
-    return tuple(lax.sort((number_LN, place_LN), dimension=1, is_stable=True, num_keys=1))
+    """Block numbers of each list in ascending order (unused slots last, as number `blocks`), and the places they come from.
+
+    All lists are sorted as one: a sort of rows takes twice the time. The list number in the key keeps them apart.
+    """
+    (L, N), bits = number_LN.shape, max(1, (number_LN.shape[1] - 1).bit_length())
+    first_L1 = jnp.arange(L, dtype=jnp.int32)[:, None] * (blocks + 1)
+    number_LN = first_L1 + jnp.where(number_LN < 0, blocks, number_LN)
+    if L * (blocks + 1) <= 1 << (32 - bits):  # number and place fit one word: the faster sort
+        place_N = jnp.arange(N, dtype=jnp.uint32)
+        key_LN = lax.sort((number_LN.astype(jnp.uint32) << bits | place_N).reshape(-1), is_stable=False).reshape(L, N)
+        return (key_LN >> bits).astype(jnp.int32) - first_L1, (key_LN & ((1 << bits) - 1)).astype(jnp.int32)
+    place_LN = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32), (L, N))
+    sorted_X, place_X = lax.sort((number_LN.reshape(-1), place_LN.reshape(-1)), is_stable=True, num_keys=1)
+    return sorted_X.reshape(L, N) - first_L1, place_X.reshape(L, N)
+
+
+def _count_below(sorted_LN: jax.Array, bound_Y: jax.Array) -> jax.Array:
+    """How many of each ascending row are below each bound: in steps of 256, then one by one.
+
+    jnp.searchsorted becomes a chain of small kernels that takes a quarter of the time of the whole index.
+    """
+    L, N = sorted_LN.shape
+    step_LMX = jnp.pad(sorted_LN, ((0, 0), (0, -N % 256)), constant_values=jnp.iinfo(jnp.int32).max).reshape(L, -1, 256)
+    step_LY = jnp.maximum((step_LMX[:, None, :, 0] < bound_Y[:, None]).sum(axis=-1, dtype=jnp.int32) - 1, 0)
+    inside_LYX = jnp.take_along_axis(step_LMX, step_LY[..., None], axis=1)
+    return step_LY * 256 + (inside_LYX < bound_Y[:, None]).sum(axis=-1, dtype=jnp.int32)
 
 
 def invert(number_BKTR: jax.Array, table: BlockTable, *, pad: int, per: int) -> InverseIndex:
@@ -63,9 +80,7 @@ def invert(number_BKTR: jax.Array, table: BlockTable, *, pad: int, per: int) -> 
     L, N, J = B * K, T * R, table.start_BJ.shape[1]
     P = padded_entries(T, R, J, pad, per)
     sorted_LN, place_LN = _sorted_entries(number_BKTR.reshape(L, N), J)
-    edge_J = jnp.arange(J + 1, dtype=jnp.int32)
-    # The default method of searchsorted is a loop of tiny kernels: latency only.
-    edges = jax.vmap(lambda x: jnp.searchsorted(x, edge_J, side="left", method="scan_unrolled"))(sorted_LN).astype(jnp.int32)
+    edges = _count_below(sorted_LN, jnp.arange(J + 1, dtype=jnp.int32))
     count_LJ = edges[:, 1:] - edges[:, :-1]
     run_LJ = -(-count_LJ // pad) * pad
     run_start_LJ = jnp.cumsum(run_LJ, axis=1) - run_LJ
@@ -85,7 +100,7 @@ def _items(count_LJ, run_start_LJ, table: BlockTable, items: int, per: int, K: i
     pieces_LJ = -(-count_LJ // per)
     end_LJ = jnp.cumsum(pieces_LJ, axis=1)
     w = jnp.arange(items, dtype=jnp.int32)
-    block_LW = jax.vmap(lambda e: jnp.searchsorted(e, w, side="right", method="scan_unrolled"))(end_LJ).astype(jnp.int32)
+    block_LW = (w[:, None] >= end_LJ[:, None, :]).sum(axis=-1, dtype=jnp.int32)
     live = block_LW < J
     block_LW = jnp.minimum(block_LW, J - 1)
 

@@ -111,9 +111,10 @@ def forward_chunk(
     (B, K, T, R), G = number_BKTR.shape, q_BTKGH.shape[3]
     neighbours = tuning.NEIGHBOURS // G
     threshold = max(1, math.ceil(neighbours * tuning.COMMON_SHARE))
-    parts = split(number_BKTR.reshape(B * K, T, R), table, neighbours=neighbours, threshold=threshold, block_size=block_size)
-    index = invert(parts.stray_LTR.reshape(B, K, T, R), table, pad=max(4, tuning.ROWS // G), per=tuning.FORWARD_PER)
     static = {"block_size": block_size, "scale": scale, "interpret": interpret}
+    number_LTR = number_BKTR.reshape(B * K, T, R)
+    parts = split(number_LTR, table, neighbours=neighbours, threshold=threshold, block_size=block_size, interpret=interpret)
+    index = invert(parts.stray_LTR.reshape(B, K, T, R), table, pad=max(4, tuning.ROWS // G), per=tuning.FORWARD_PER)
     part, lse_LPX = kv_outer(q_BTKGH, k_BZKH, v_BZKH, index, (table.first_BT, origin_B2), slots=R, windows=windows, **static)
     lse_LnRM = part_lse(lse_LPX, index, parts.stray_LTR, neighbours, G)
     out, lse_LnM = q_tile(q_BTKGH, k_BZKH, v_BZKH, parts.walk_LnYU, part, lse_LnRM, origin_B2, **static)
@@ -210,7 +211,8 @@ def backward(
     heads = Grouped(N, K)
     table = block_table(layout, block_size)
     number_BKTR = table.number(ids_BKTR)
-    delta_BTN = (dout_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(axis=-1) - dlse_BTN
+    # The barrier keeps XLA from computing the row sums inside the gather that reads them, one thread a row.
+    delta_BTN = lax.optimization_barrier((dout_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(axis=-1)) - dlse_BTN
     k_BZKH, v_BZKH = table.to_slots(k_BSKH, block_size), table.to_slots(v_BSKH, block_size)
     q_BTKGH, dout_BTKGH, lse_BTKG, delta_BTKG = (heads.group(x) for x in (q_BTNH, dout_BTNH.astype(q_BTNH.dtype), lse_BTN, delta_BTN))
     bytes_a_query = B * K * R * (heads.padded * H * 2 + 4 * 2 * heads.padded + teacher * 2 * block_size)

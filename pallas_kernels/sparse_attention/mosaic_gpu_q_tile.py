@@ -44,7 +44,7 @@ BLOCKS, STARTS, BITS, SIZES = range(4)  # kernel block b * J + j; its first key 
 _OWN, _WINDOW = 16, 21  # bits of the sums in `split` that count own blocks and windows, above one bit a query
 
 
-def split(number_LTR: jax.Array, table: BlockTable, *, neighbours: int, threshold: int, block_size: int) -> Split:
+def split(number_LTR: jax.Array, table: BlockTable, *, neighbours: int, threshold: int, block_size: int, interpret=None) -> Split:
     """Common are the full blocks that at least `threshold` of `neighbours` queries chose, and those that are one's own block.
 
     Compares a tile's entries with each other: X * R is small, and nothing is sorted or scattered.
@@ -59,8 +59,7 @@ def split(number_LTR: jax.Array, table: BlockTable, *, neighbours: int, threshol
     says_LTR = bit_T1 + jnp.where(own_LTR, (1 << _OWN) + jnp.where(window_BT[b_L][..., None], 1 << _WINDOW, 0), 0)
     number_LnU, says_LnU = number_LTR.reshape(L, n, U), says_LTR.reshape(L, n, U)
 
-    equal = number_LnU[..., :, None] == number_LnU[..., None, :]
-    sums_LnU = jnp.where(equal, says_LnU[..., None, :], 0).sum(axis=-1, dtype=jnp.int32)
+    sums_LnU = sum_of_equals(number_LnU, says_LnU, interpret=interpret)
     bits_LnU = sums_LnU & ((1 << _OWN) - 1)
     chosen_enough = (lax.population_count(bits_LnU) >= threshold) | ((sums_LnU >> _OWN) > 0)
     common = (number_LnU >= 0) & chosen_enough & ((sums_LnU >> _WINDOW) == 0)
@@ -87,6 +86,52 @@ def split(number_LTR: jax.Array, table: BlockTable, *, neighbours: int, threshol
     sizes_LnV = jnp.where(jnp.arange(places) == 0, head.sum(axis=-1, dtype=jnp.int32)[..., None], parts_Ln[..., None])
     bits_LnV = (listed_LnV & ((1 << _OWN) - 1)).astype(jnp.int32)
     return Split(jnp.stack([listed_block_LnV + (b_L * J)[:, None, None], start_LnV, bits_LnV, sizes_LnV], axis=2), packed_LTR)
+
+
+def sum_of_equals(number_LnU: jax.Array, says_LnU: jax.Array, *, interpret: plgpu.InterpretGPUParams | None = None) -> jax.Array:
+    """For each entry the sum of what the entries of its tile with the same number say.
+
+    U^2 comparisons a tile: one entry a thread, the others come from shared memory one by one. XLA takes five times as long.
+    """
+    L, n, U = number_LnU.shape
+    threads, warpgroups, unrolled = -(-U // 128) * 128, 4, 8
+    spare = ((0, 0), (0, threads - U))
+    number_XU, says_XU = (jnp.pad(x.reshape(L * n, U), spare, constant_values=-1) for x in (number_LnU, says_LnU))
+    thread_blocks = min(tuning.SMS * 4, -(-L * n // warpgroups))
+    layout = plgpu.Layout.WG_STRIDED((threads,), vec_size=threads // 128)
+
+    def sparse_attention_sum_of_equals(number_ref, says_ref, sum_ref, number_sm, says_sm):
+        x, wg = lax.axis_index("x"), lax.axis_index("wg")
+        first, stride = x * warpgroups + wg, thread_blocks * warpgroups
+
+        @pl.loop(0, lax.div(L * n - first + (stride - 1), int32(stride)))
+        def _(i):
+            tile = first + i * stride
+            mine = plgpu.load(number_ref.at[tile], layout=layout, optimized=False)
+            number_sm[wg] = mine
+            says_sm[wg] = plgpu.load(says_ref.at[tile], layout=layout, optimized=False)
+            plgpu.commit_smem()
+
+            def add(j, total):
+                for u in range(unrolled):
+                    other = number_sm[wg, j * unrolled + u]
+                    total = total + jnp.where(mine == other, says_sm[wg, j * unrolled + u], 0)
+                return total
+
+            sum_ref[tile] = lax.fori_loop(0, -(-U // unrolled), add, filled((threads,), 0, jnp.int32, layout))
+            plgpu.commit_smem()  # the reads are over before the next tile is written
+
+    kernel = plgpu.kernel(
+        sparse_attention_sum_of_equals,
+        out_type=jax.ShapeDtypeStruct((L * n, threads), jnp.int32),
+        grid=(thread_blocks,),
+        grid_names=("x",),
+        num_threads=warpgroups,
+        thread_name="wg",
+        scratch_types=[plgpu.SMEM((warpgroups, threads), jnp.int32)] * 2,
+        **launch(interpret),
+    )
+    return kernel(number_XU, says_XU)[:, :U].reshape(L, n, U)
 
 
 def q_tile(
@@ -228,7 +273,7 @@ def q_tile(
             def add(j, state):
                 acc, total = state
                 slot = lax.rem(done + j, int32(ring))
-                for half, (sm, bar, free) in enumerate(((k_sm, k_bar, k_free), (v_sm, v_bar, v_free))):
+                for half, (sm, bar) in enumerate(((k_sm, k_bar), (v_sm, v_bar))):
                     plgpu.barrier_wait(bar.at[slot])
                     part = plgpu.load(sm.at[slot, my_rows], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
                     r = 2 * j + half
@@ -237,8 +282,9 @@ def q_tile(
                     weights = lax.broadcast_in_dim(weight, acc.shape, [0])
                     acc = acc + jnp.where(weights == 0, 0.0, part * weights)  # places without an entry hold no numbers
                     total = total + weight
-                    plgpu.commit_smem()  # orders these reads before the TMA write that the barrier lets go
-                    plgpu.barrier_arrive(free.at[slot])
+                plgpu.commit_smem()  # orders these reads before the TMA writes that the barriers let go
+                plgpu.barrier_arrive(k_free.at[slot])
+                plgpu.barrier_arrive(v_free.at[slot])
                 return acc, total
 
             state = acc * lax.broadcast_in_dim(shrink, acc.shape, [0]), total * shrink
