@@ -109,7 +109,8 @@ def prefix_lse(q_BTNH: jax.Array, k_BSKH: jax.Array, rows: Rows, *, scale: float
                     top_X, total_X = carry[i]
                     s_XC = plgpu.wgmma_accumulator_load(acc, wait_n=tiles - 1 - i)
                     seen = functools.partial(_seen, first_X, last_X, key0, s_XC.shape)
-                    s_XC = lax.cond(hidden, lambda s: jnp.where(seen(), s, MASKED), lambda s: s, s_XC)
+                    s_XC = lax.cond(hidden, lambda s: jnp.where(seen(), s, -jnp.inf), lambda s: s, s_XC)
+                    # The running maximum starts finite: a block of which a row sees nothing then adds exactly 0.
                     new_X = jnp.maximum(top_X, s_XC.max(axis=1) * scale2)
                     p_XC = jnp.exp2(s_XC * scale2 - lax.broadcast_in_dim(new_X, s_XC.shape, [0]))
                     return new_X, total_X * jnp.exp2(top_X - new_X) + p_XC.sum(axis=1)
