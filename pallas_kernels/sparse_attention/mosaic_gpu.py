@@ -155,7 +155,11 @@ def each_chunk(one, chunks: int):
     """one(chunk) for every chunk, results joined along the queries."""
     if chunks == 1:
         return one(jnp.int32(0))
-    stacked = lax.map(one, jnp.arange(chunks, dtype=jnp.int32))
+    return joined_chunks(lax.map(one, jnp.arange(chunks, dtype=jnp.int32)))
+
+
+def joined_chunks(stacked):
+    """[chunks, B, length, ...] as [B, chunks * length, ...]."""
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]), stacked)
 
 
@@ -191,31 +195,23 @@ def sum_slots(part_BKnRMH: jax.Array, number_BKTR: jax.Array, group: int) -> jax
     return jnp.moveaxis(dq_BKnXGH.reshape(B, K, -1, group, H), 1, 2).astype(part_BKnRMH.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("block_size", "scale", "teacher", "interpret"))
-def backward(
-    residuals: tuple[jax.Array, ...],
-    cotangents: tuple[jax.Array, jax.Array],
-    layout: Layout,
-    *,
-    block_size: int,
-    scale: float,
-    teacher: bool = False,
-    interpret: plgpu.InterpretGPUParams | None = None,
-):
-    """(dq, dk, dv) for residuals (q, k, v, ids, out, lse) and cotangents (dout, dlse).
+def backward_chunks(residuals, cotangents, layout: Layout, *, block_size: int, scale: float, consume=None, interpret=None):
+    """(dq, dk, dv) for residuals (q, k, v, ids, out, lse) and cotangents (dout, dlse), and what `consume` made of the teacher.
 
-    With `teacher` also the Teacher of each chunk of queries, stacked; every chunk has `chunk_length` queries.
+    `consume(chunk, length, table, number, teacher)` is called for each chunk of `length` queries with the chunk's table, selection and
+    Teacher; it returns a tree to be added over the chunks, and a tree of [B, length, ...] to be joined along the queries.
     """
     (q_BTNH, k_BSKH, v_BSKH, ids_BKTR, out_BTNH, lse_BTN), (dout_BTNH, dlse_BTN) = residuals, cotangents
     (B, T, N, H), (_, S, K, _), R = q_BTNH.shape, k_BSKH.shape, ids_BKTR.shape[-1]
-    heads = Grouped(N, K)
+    heads, teacher = Grouped(N, K), consume is not None
     table = block_table(layout, block_size)
     number_BKTR = table.number(ids_BKTR)
     # The barrier keeps XLA from computing the row sums inside the gather that reads them, one thread a row.
     delta_BTN = lax.optimization_barrier((dout_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(axis=-1)) - dlse_BTN
     k_BZKH, v_BZKH = table.to_slots(k_BSKH, block_size), table.to_slots(v_BSKH, block_size)
     q_BTKGH, dout_BTKGH, lse_BTKG, delta_BTKG = (heads.group(x) for x in (q_BTNH, dout_BTNH.astype(q_BTNH.dtype), lse_BTN, delta_BTN))
-    bytes_a_query = B * K * R * (heads.padded * H * 2 + 4 * 2 * heads.padded + teacher * 2 * block_size)
+    # With a teacher its means, and of each entry what index_kl holds: index query and its gradient, at most 128 wide.
+    bytes_a_query = B * K * R * (heads.padded * H * 2 + 4 * 2 * heads.padded + teacher * 2 * (block_size + 2 * 128))
     length = chunk_length(T, bytes_a_query, tuning.NEIGHBOURS // heads.padded)
     chunks = -(-T // length)
 
@@ -224,23 +220,38 @@ def backward(
         rows_of_chunk = (rows(x, chunk * length, length) for x in (lse_BTKG, delta_BTKG))
         arrays = q_BTKGH, dout_BTKGH, k_BZKH, v_BZKH, *rows_of_chunk
         static = {"group": N // K, "teacher": teacher, "block_size": block_size, "scale": scale, "interpret": interpret}
-        return backward_chunk(arrays, chunk_number, chunk_table, origin_B2, **static)
+        dq, dkv, means = backward_chunk(arrays, chunk_number, chunk_table, origin_B2, **static)
+        added, joined = consume(chunk, length, chunk_table, chunk_number, means) if teacher else ((), ())
+        return (dkv, added), (dq, joined)
 
-    def add(dkv_LJCH, chunk):
-        dq, dkv, means = one(chunk)
-        return dkv_LJCH + dkv, (dq, means)
+    def add(total, chunk):
+        summed, joined = one(chunk)
+        return jax.tree.map(jnp.add, total, summed), joined
 
     if chunks == 1:
-        dq_BTKGH, dkv_LJCH, means = one(jnp.int32(0))
-        means = jax.tree.map(lambda x: x[None], means)
+        summed, joined = one(jnp.int32(0))
     else:
-        zeros_LJCH = jnp.zeros((B * K, table.start_BJ.shape[1], 2 * block_size, H), jnp.float32)
-        dkv_LJCH, (dq_ZBTKGH, means) = lax.scan(add, zeros_LJCH, jnp.arange(chunks, dtype=jnp.int32))
-        dq_BTKGH = jnp.moveaxis(dq_ZBTKGH, 0, 1).reshape(B, chunks * length, *dq_ZBTKGH.shape[3:])
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, jnp.int32(0))[0])
+        summed, stacked = lax.scan(add, zeros, jnp.arange(chunks, dtype=jnp.int32))
+        joined = joined_chunks(stacked)
+    (dkv_LJCH, added), (dq_BTKGH, joined) = summed, jax.tree.map(lambda x: x[:, :T], joined)
     dkv_XBZKH = dkv_LJCH.reshape(B, K, -1, 2, block_size, H).transpose(3, 0, 2, 4, 1, 5).reshape(2, B, -1, K, H)
     dk_BSKH, dv_BSKH = (table.from_slots(x, S).astype(k_BSKH.dtype) for x in dkv_XBZKH)
-    gradients = heads.ungroup(dq_BTKGH[:, :T]), dk_BSKH, dv_BSKH
-    return (gradients, means) if teacher else gradients
+    return (heads.ungroup(dq_BTKGH), dk_BSKH, dv_BSKH), (added, joined)
+
+
+@functools.partial(jax.jit, static_argnames=("block_size", "scale", "interpret"))
+def backward(
+    residuals: tuple[jax.Array, ...],
+    cotangents: tuple[jax.Array, jax.Array],
+    layout: Layout,
+    *,
+    block_size: int,
+    scale: float,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(dq, dk, dv) for residuals (q, k, v, ids, out, lse) and cotangents (dout, dlse)."""
+    return backward_chunks(residuals, cotangents, layout, block_size=block_size, scale=scale, interpret=interpret)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
