@@ -46,8 +46,9 @@ def documents_batch(rows: Sequence[Sequence[np.ndarray]], length: int, left: int
             tokens[row, span], segments[row, span], positions[row, span] = document, number, np.arange(len(document))
             start += len(document)
     empty = np.full((len(rows), length), -1, np.int32)
-    batch = Batch(tokens, segments, positions, (segments > 0).astype(np.float32), empty, empty, None)
-    check_batch(batch)
+    weights = (segments > 0) & (segments == np.pad(segments[:, 1:], ((0, 0), (0, 1))))
+    batch = Batch(tokens, segments, positions, weights.astype(np.float32), empty, empty, None)
+    check_batch(batch, None)
     return batch
 
 
