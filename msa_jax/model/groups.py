@@ -22,5 +22,8 @@ def parameter_group(path: Sequence[Any]) -> ParameterGroup:
 
 
 def decays(path: Sequence[Any]) -> bool:
-    """Weight decay acts on matrices, and neither on norms nor on biases (whose stacked arrays look like matrices)."""
-    return path_names(path)[-1] in ("kernel", "embedding", "unembedding")
+    """Weight decay acts on projections, and neither on norms nor on biases (whose stacked arrays look like matrices).
+
+    Token embeddings do not decay either: a rare token has a gradient once in many steps and would fade in between.
+    """
+    return path_names(path)[-1] in ("kernel", "unembedding")
