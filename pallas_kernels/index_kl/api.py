@@ -1,18 +1,47 @@
 """index_kl: how far the index branch's ranking is from the attention it steers (MSA paper, arXiv 2606.13392)."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.blocks import at_queries
 from pallas_kernels.checks import checked_layout, require, require_block_size, require_float, require_groups, require_ids, require_sizes
-from pallas_kernels.index_kl import reference
+from pallas_kernels.index_kl import reference, xla
 from pallas_kernels.numerics import accumulator
 
 OP = "index_kl"
+
+
+def _differentiable(loss_and_gradients: Callable) -> Callable:
+    """`loss_and_gradients(iq, ik, ..., with_gradients=) -> (loss, (diq, dik) or None)` as a function of which jax.grad is right.
+
+    The loss is one number: its gradients are made with it, kept, and multiplied by the cotangent.
+    """
+
+    def run(iq_BTKI: jax.Array, ik_BSI: jax.Array, *constants: Any, **options: Any) -> jax.Array:
+        @jax.custom_vjp
+        def loss(iq_BTKI: jax.Array, ik_BSI: jax.Array, *constants: Any) -> jax.Array:
+            return loss_and_gradients(iq_BTKI, ik_BSI, *constants, **options, with_gradients=False)[0]
+
+        def loss_forward(*arrays: Any) -> tuple[jax.Array, tuple]:
+            return loss_and_gradients(*arrays, **options, with_gradients=True)
+
+        def loss_backward(gradients: tuple[jax.Array, jax.Array], dloss: jax.Array) -> tuple:
+            diq_BTKI, dik_BSI = gradients
+            return ((dloss * diq_BTKI).astype(iq_BTKI.dtype), (dloss * dik_BSI).astype(ik_BSI.dtype), *(None for _ in constants))
+
+        loss.defvjp(loss_forward, loss_backward)
+        return loss(iq_BTKI, ik_BSI, *constants)
+
+    return run
+
+
 REGISTERED = {
     "reference": dispatch.Implementation(reference.index_kl),
-    "xla": dispatch.Implementation(reference.index_kl),
+    "xla": dispatch.Implementation(_differentiable(xla.index_kl)),
 }
 
 
