@@ -48,7 +48,7 @@ def patchify(frames: np.ndarray, vision: VisionConfig) -> Clip:
     lengths = tuple(rows * columns * min(f, steps - start) for start in range(0, steps, f))
     if max(lengths) > vision.sequence_length:
         raise BatchError(
-            f"a segment of {max(lengths)} patches ({frames.shape}) does not fit into VisionConfig.sequence_length="
+            f"a segment of {max(lengths)} patches of a clip {frames.shape} does not fit into VisionConfig.sequence_length="
             f"{vision.sequence_length}; raise it, lower frames_per_segment={f} or resize"
         )
     return Clip(patches, coords, lengths)
