@@ -185,9 +185,9 @@ def test_pictures_show_the_whole_drawing_on_white(wheels: dict[Archive, Path]) -
 
 
 def test_averaging_rounds_to_nearest() -> None:
-    half = '<svg viewBox="0 0 72 72" xmlns="http://www.w3.org/2000/svg"><rect width="36.5625" height="72" fill="#000"/></svg>'
+    half = '<svg viewBox="0 0 72 72" xmlns="http://www.w3.org/2000/svg"><rect width="37.125" height="72" fill="#000"/></svg>'
     (made,) = small.pictures([Drawing("1F600", "half", half)])
-    assert made.pixels_HW3[0, 15:18, 0].tolist() == [0, 191, 255]
+    assert made.pixels_HW3[0, 15:18, 0].tolist() == [0, 128, 255]
 
 
 def test_a_missing_renderer_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +253,9 @@ def test_other_bytes_are_refused_and_kept_on_request(
     assert run("--out", str(out), "--cache", str(ready), "--unpinned", capsys=capsys)[0] == 0
     code, said = run("--out", str(out), "--cache", str(ready), capsys=capsys)
     assert (code, "is complete" in said) == (0, True)
+    monkeypatch.setattr(small, "PACK_SHA256", Pack.load(out).digest)
+    code, said = run("--out", str(out), "--cache", str(ready), capsys=capsys)
+    assert (code, "is built" in said) == (0, True), "a pack of another builder is built anew"
 
 
 @pytest.mark.parametrize(("error", "code", "message"), [

@@ -20,7 +20,11 @@ def test_cut_rows_hold_every_token_once(seed: int, row_length: int, align: int) 
             assert length >= 1
             used = aligned(used, align) + length
             seen[document][start : start + length] += 1
+            assert used == row_length or start + length == lengths[document], "cut only where the row ends"
         assert used <= row_length
+    for document, length in enumerate(lengths):
+        for start in range(0, length - row_length + 1, row_length):
+            assert [(document, start, row_length)] in rows, "what fills a row is not cut"
     assert all((count == 1).all() for count in seen)
     if align == 1:
         assert len(rows) == -(-sum(lengths) // row_length), "only the last row may have room"

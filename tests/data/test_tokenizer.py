@@ -116,6 +116,7 @@ def test_another_tokenizer_loads_by_path(tmp_path: Path) -> None:
     assert 4096 in ids
     assert loaded.byte_lengths[4096] == 14
     assert loaded.text_bytes(ids) == b"it is a whole phrase of text, longer than four"
+    assert len(loaded.encode("a")) == 1
     assert loaded.digest != tokenizers.load("bpe4096").digest
 
 
