@@ -86,13 +86,14 @@ def index_table(run: Run) -> Table:
 
 def attention_table(run: Run) -> Table:
     table = _table(
-        "Attention from text to pictures (1 = no preference)",
-        "lift: share of attention / share of keys, without sinks; long: several pictures in one document of more "
-        "than R blocks; selected, visible: share of visual tokens in the selected and in all visible blocks",
+        "Attention of text to pictures",
+        "lift: share of attention / share of keys, without sinks; 1 = the picture is treated like any other key; long: several "
+        "pictures in one document of more than R blocks, selected by MSA layers, with its separation index. Shares of pictures "
+        "there: in the visible keys, in the index's probability, in the selected keys, in the attention",
     )
     table.add_column("layer")
-    columns = ("lift", "separation", "lift_long", "separation_long", "visual_selected", "visual_visible")
-    for label in ("lift", "separation", "lift,\nlong", "separation,\nlong", "visual in\nselected", "visual in\nvisible"):
+    columns = ("lift", "lift_long", "separation", "visual_visible", "visual_index", "visual_selected", "visual_attention")
+    for label in ("lift", "lift,\nlong", "separation", "share:\nvisible", "share:\nindex", "share:\nselected", "share:\nattention"):
         table.add_column(label, justify="right")
     for layer in run.layers("attention/lift"):
         table.add_row(layer.removeprefix("layer_"), *(_number(run, f"attention/{name}/{layer}", ".2f") for name in columns))
@@ -137,7 +138,7 @@ def _index_rows(runs: Sequence[Run]) -> Iterable[tuple[str, list[float | None]]]
                     yield f"index {label} {local}".rstrip() + note, values
     for name, label in (("kl_selected", "index KL, selected support"), ("kl_full_prefix", "index KL, full prefix")):
         yield label, [_layer_mean(run, f"index/{name}") for run in runs]
-    for name, label in (("lift", "text-to-picture lift"), ("separation", "separation index")):
+    for name, label in (("lift", "text-to-picture lift"), ("lift_long", "text-to-picture lift, long"), ("separation", "separation index")):
         yield label, [_layer_mean(run, f"attention/{name}") for run in runs]
 
 

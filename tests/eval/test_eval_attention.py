@@ -39,10 +39,11 @@ def test_probabilities_by_loops() -> None:
     q, k, _ = random_heads()
     visible = visible_keys(SEGMENTS, POSITIONS)
     ours = np.asarray(jax.jit(attention_probabilities)(q, k, visible[None]))
+    q, k, visible = np.asarray(q), np.asarray(k), np.asarray(visible)
     for n in range(N):
         for t in range(len(SEGMENTS)):
             keys = np.flatnonzero(visible[t])
-            scores = np.asarray(k[keys, n // (N // K)] @ q[t, n]) / np.sqrt(H)
+            scores = k[keys, n // (N // K)] @ q[t, n] / np.sqrt(H)
             expected = np.zeros(len(SEGMENTS))
             expected[keys] = np.exp(scores) / np.exp(scores).sum()
             np.testing.assert_allclose(ours[n, t], expected, atol=1e-6)

@@ -34,7 +34,7 @@ def test_lines_cut_by_a_kill_are_counted_and_left_out(run_folder: Path) -> None:
     run = load_run(run_folder)
     assert run.problems == (
         "metrics.jsonl: 4 of 85 lines are unreadable and left out",
-        "evaluation.jsonl: 2 of 110 lines are unreadable and left out",
+        "evaluation.jsonl: 2 of 114 lines are unreadable and left out",
     )
     assert run.curve("loss/lm")[0][-1] == 405
     assert run.evaluation["text/bytes/plays"] == 48_213.0
