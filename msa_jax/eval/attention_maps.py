@@ -67,11 +67,11 @@ class AttentionMaps:
         )  # fmt: skip
         for i, sums in enumerate(long):
             for name, lift_XN in maps.items():
-                yield f"attention/{name}/layer_{i}", np.exp(np.log(np.maximum(lift_XN[i], _LEAST_LIFT)).mean())
-            yield f"attention/separation/layer_{i}", separation(long_X22N[i]).mean()
+                yield f"attention/{name}/layer_{i}", float(np.exp(np.log(np.maximum(lift_XN[i], _LEAST_LIFT)).mean()))
+            yield f"attention/separation/layer_{i}", float(separation(long_X22N[i]).mean())
             if sums.get("queries"):
                 for name in ("visible", "index", "selected", "attention"):
-                    yield f"attention/visual_{name}/layer_{i}", sums[f"visual_{name}"] / sums["queries"]
+                    yield f"attention/visual_{name}/layer_{i}", float(sums[f"visual_{name}"] / sums["queries"])
 
     def _sums(self, state: TrainState, batch: Batch) -> list[dict[str, np.ndarray]]:
         output = self._forward(state, batch)

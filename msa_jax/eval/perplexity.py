@@ -41,7 +41,7 @@ class TextPerplexity:
             for total_S, value_BT in zip(totals_3S, jax.device_get(values), strict=True):
                 total_S += np.bincount(sources_BT[scored], value_BT[scored], len(total_S))
         for source in self._text.sources:
-            nats, tokens, size = totals_3S[:, self._all_sources.index(source)]
+            nats, tokens, size = totals_3S[:, self._all_sources.index(source)].tolist()
             yield f"text/nats_per_token/{source}", nats / tokens
             yield f"text/bits_per_byte/{source}", nats / math.log(2) / size
             yield f"text/unigram_bits_per_byte/{source}", self._baselines[source]["byte_unigram"]

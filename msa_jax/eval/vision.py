@@ -44,14 +44,14 @@ class CaptionLoss:
         for split, pairs in self._pairs.items():
             right_n, tokens_n = self._caption_nats(state, pairs.right_n, pairs.right_n)
             wrong_n, _ = self._caption_nats(state, pairs.right_n, pairs.wrong_n)
-            right, wrong = right_n.sum() / tokens_n.sum(), wrong_n.sum() / tokens_n.sum()
+            right, wrong = float(right_n.sum() / tokens_n.sum()), float(wrong_n.sum() / tokens_n.sum())
             yield f"caption/right/{split}", right
             yield f"caption/wrong/{split}", wrong
             yield f"caption/image_gain/{split}", wrong - right
         for split, (captions_n, candidates_nc, answers_n) in self._retrieval.items():
             asked_nc = np.broadcast_to(captions_n[:, None], candidates_nc.shape)
             nats, _ = self._caption_nats(state, asked_nc.ravel(), candidates_nc.ravel())
-            yield f"retrieval/accuracy/{split}", retrieval_credit(nats.reshape(candidates_nc.shape), answers_n).mean()
+            yield f"retrieval/accuracy/{split}", float(retrieval_credit(nats.reshape(candidates_nc.shape), answers_n).mean())
             yield f"retrieval/chance/{split}", 1 / candidates_nc.shape[1]
             yield f"retrieval/captions/{split}", len(captions_n)
 

@@ -29,9 +29,9 @@ def test_visible_keys_and_blocks_by_loops() -> None:
 
 def test_chosen_blocks_ignore_what_is_no_visible_block_and_count_a_block_once() -> None:
     visible = visible_blocks(jnp.ones(6, int), jnp.arange(6), 2)
-    ids = jnp.array([[[-1, 0], [0, 0], [1, 5], [-7, 1], [2, 0], [1, 2]]])
+    ids = jnp.array([[[-1, 0], [0, 0], [1, 2], [-7, 1], [2, 5], [1, 2]]])
     assert np.asarray(chosen_blocks(ids, visible)).astype(int).tolist() == [
-        [[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 1, 0], [1, 0, 1], [0, 1, 1]]
+        [[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 1, 0], [0, 0, 1], [0, 1, 1]]
     ]
 
 
