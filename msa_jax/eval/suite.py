@@ -1,4 +1,9 @@
-"""Which evaluators an experiment gets: those that its data, its layers and its lengths give a meaning."""
+"""Which evaluators an experiment gets: those that its data, its layers and its lengths give a meaning.
+
+An evaluator has a `name` and `run(state) -> iterable of (name, value)`. Value names are paths, "text/bits_per_byte/plays"; the
+last part is the source, the split or the layer. Evaluators are pure with respect to the state: it stays as it is, and two
+runs on it give the same values. Everything is compiled in the first run and never again.
+"""
 
 from pathlib import Path
 
@@ -7,7 +12,6 @@ from flax import nnx
 from msa_jax.config import Experiment
 from msa_jax.data.pack import Pack
 from msa_jax.eval.attention_maps import AttentionMaps
-from msa_jax.eval.evaluator import Evaluator
 from msa_jax.eval.forward import Forward
 from msa_jax.eval.long_documents import has_pictures, long_documents
 from msa_jax.eval.perplexity import TextPerplexity
@@ -15,6 +19,8 @@ from msa_jax.eval.recall import IndexQuality
 from msa_jax.eval.selection_map import SelectionMap
 from msa_jax.eval.vision import CaptionLoss
 from msa_jax.model.block import KINDS
+
+Evaluator = TextPerplexity | CaptionLoss | IndexQuality | AttentionMaps | SelectionMap
 
 
 def build(experiment: Experiment, pack: Pack, graphdef: nnx.GraphDef, workdir: str | Path) -> list[Evaluator]:

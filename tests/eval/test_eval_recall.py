@@ -110,6 +110,15 @@ def test_the_models_own_ids_by_loops(
     np.testing.assert_allclose(found, [np.mean(recall), np.mean(captured), np.mean(relative)], rtol=2e-3)
 
 
+def test_rows_in_which_every_query_keeps_all_it_sees_give_the_kl_only(forward: Forward, state: TrainState, batch: Batch) -> None:
+    output = forward(state, batch)
+    short = jax.tree.map(lambda leaf: leaf[:, :32], batch._replace(vision=None))  # R * C = 32
+    sums = layer_sums(*forward.block(state, MSA), output.hidden_XBTD[MSA, :, :32], output.ids_XBKTR[MSA, :, :, :32], short)
+    assert set(sums) == {"queries", "tokens", "kl_selected", "kl_full_prefix"}
+    assert float(sums["queries"]) == 0
+    assert float(sums["kl_selected"]) == pytest.approx(float(sums["kl_full_prefix"]), rel=1e-5)
+
+
 def test_kl_is_the_definitions(
     heads: tuple[np.ndarray, ...], forward: Forward, state: TrainState, batch: Batch, experiment: Experiment
 ) -> None:

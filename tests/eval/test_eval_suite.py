@@ -14,9 +14,8 @@ from rich.console import Console
 
 from msa_jax.config import Experiment
 from msa_jax.data.pack import Pack
-from msa_jax.eval.evaluator import Evaluator
 from msa_jax.eval.forward import Forward
-from msa_jax.eval.suite import build
+from msa_jax.eval.suite import Evaluator, build
 from msa_jax.report import write
 from msa_jax.train.state import TrainState
 
@@ -82,16 +81,17 @@ def test_an_untrained_model_is_at_chance(values: dict[str, float], experiment: E
 def test_a_second_run_gives_the_same_values_and_compiles_nothing(
     values: dict[str, float], evaluators: list[Evaluator], state: TrainState, caplog: pytest.LogCaptureFixture
 ) -> None:
+    before = jax.tree.map(np.asarray, state.params)
     with jax.log_compiles(), caplog.at_level(logging.DEBUG, logger="jax"):
         again = dict(pair for evaluator in evaluators for pair in evaluator.run(state))
         assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
         jax.jit(lambda x: x + 1)(np.zeros(3))
         assert [record for record in caplog.records if "Compiling" in record.getMessage()], "the log would have told"
     assert again == values
+    jax.tree.map(np.testing.assert_array_equal, before, state.params)
 
 
-def test_evaluators_follow_the_protocol(evaluators: list[Evaluator]) -> None:
-    assert all(isinstance(evaluator, Evaluator) for evaluator in evaluators)
+def test_every_evaluator_is_named(evaluators: list[Evaluator]) -> None:
     assert [evaluator.name for evaluator in evaluators] == ["text", "captions", "index", "attention", "selection"]
 
 
