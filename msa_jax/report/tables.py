@@ -12,7 +12,7 @@ from rich.table import Table
 
 from msa_jax.report.run import Run
 
-SPLIT_LABELS = {"train": "train (seen)", "comp": "comp (held out)", "concept": "concept (held out)"}
+_SPLIT_LABELS = {"train": "train (seen)", "comp": "comp (held out)", "concept": "concept (held out)"}
 _INDEX = {"block_recall": "block recall", "captured_mass": "captured mass", "relative_mass": "relative mass"}
 _LOCAL = {"": "", "_without_local": "w/o local"}
 
@@ -50,14 +50,17 @@ def caption_table(run: Run) -> Table:
     table = _table(
         "Captions of pictures, nats/token",
         "right, wrong: caption loss given its own picture or another one of the same group; gain = wrong - right; "
-        "retrieval: share of captions whose own picture explains them best among 1 / chance pictures",
+        "retrieval: share of captions whose own picture, among n, makes them most probable",
     )
-    for heading in ("split", "right", "wrong", "gain", "retrieval", "chance", "captions"):
+    splits = run.keys("caption/right")
+    candidates = {f"1-of-{1 / run.evaluation[name]:.0f}" for name in (f"retrieval/chance/{s}" for s in splits) if name in run.evaluation}
+    retrieval = f"{' / '.join(sorted(candidates))}\nretrieval"
+    for heading in ("split", "right", "wrong", "gain", retrieval, "chance", "captions"):
         table.add_column(heading, justify="left" if heading == "split" else "right")
-    for split in run.keys("caption/right"):
+    for split in splits:
         gain = f"[bold]{_number(run, f'caption/image_gain/{split}')}[/bold]"
         table.add_row(
-            SPLIT_LABELS.get(split, escape(split)), _number(run, f"caption/right/{split}"), _number(run, f"caption/wrong/{split}"), gain,
+            _SPLIT_LABELS.get(split, escape(split)), _number(run, f"caption/right/{split}"), _number(run, f"caption/wrong/{split}"), gain,
             f"[bold]{_number(run, f'retrieval/accuracy/{split}')}[/bold]", _number(run, f"retrieval/chance/{split}"),
             _number(run, f"retrieval/captions/{split}", ".0f"),
         )  # fmt: skip
