@@ -30,7 +30,7 @@ lint: setup ## ruff: style and format
 test: lint ## fast tests on one interpreter
 	$(PY) -m pytest -q -n auto --maxprocesses 8 --durations 15
 
-test-slow: setup ## kills, meshes, notebooks, smoke runs of every config
+test-slow: data ## kills, meshes, notebooks, smoke runs of every config
 	$(PY) -m pytest -q -m slow --durations 15
 
 bench: setup ## CPU benchmark of the attention ops: ratios against dense attention

@@ -68,6 +68,32 @@ def visible(layout: Layout) -> jax.Array:
     return same_BTS & (key_index_S <= layout.index_BT[:, :, None])
 
 
+class Reach(NamedTuple):
+    """The same rules as bounds on key indices, query by query. int32 [B, T]; a query of zeros sees nothing.
+
+    The query stands at key `index` and sees the `count` keys that end there. Its document's block b is the keys
+    origin + b * C .. origin + (b + 1) * C - 1.
+    """
+
+    index_BT: jax.Array
+    count_BT: jax.Array  # 0 for a padding query
+    origin_BT: jax.Array
+
+
+def reach(layout: Layout) -> Reach:
+    """Holds where documents are uninterrupted and positions count up by one inside each."""
+    index_BT = layout.index_BT
+    real_BT = at_queries(layout.segments_BS, index_BT) > 0
+    first_BT = at_queries(first_keys(layout.segments_BS), index_BT)
+    origin_BT = index_BT - at_queries(layout.positions_BS, index_BT)
+    return Reach(index_BT, jnp.where(real_BT, index_BT - first_BT + 1, 0), origin_BT)
+
+
+def in_reach(key_index: jax.Array, index: jax.Array, count: jax.Array) -> jax.Array:
+    """Whether a query of this index and count sees the key; the three broadcast."""
+    return (key_index <= index) & (key_index > index - count)
+
+
 def support(ids_BKTR: jax.Array | None, layout: Layout, block_size: int, num_kv_heads: int) -> jax.Array:
     """[B, K, T, S] bool: the visible keys of the blocks in `ids_BKTR`, or all visible keys where that is None.
 

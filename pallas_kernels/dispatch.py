@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from pallas_kernels.numerics import vary_alike
+
 IMPLEMENTATIONS = ("auto", "reference", "xla", "mosaic_gpu", "triton")
 GPU_KERNELS = ("mosaic_gpu", "triton")  # in the order in which "auto" tries them
 
@@ -56,7 +58,7 @@ def run(op: str, implementation: str, registered: Mapping[str, Implementation], 
     elif reason := _reason_against(name, kind, registered, arrays, options):
         raise Unsupported(f"{op}: implementation={name!r} {reason}; use implementation='xla', which serves every shape and device")
     _used[op] = name
-    return registered[name].run(*arrays, **options)
+    return registered[name].run(*vary_alike(arrays), **options)
 
 
 def _choose(op: str, kind: str, registered: Mapping[str, Implementation], arrays: tuple, options: dict) -> str:

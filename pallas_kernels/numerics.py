@@ -1,5 +1,7 @@
 """Arithmetic that the ops share: the accumulation type, matrix products in it, and a softmax over a support."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -10,20 +12,31 @@ def accumulator(*arrays: jax.Array) -> jnp.dtype:
 
 
 def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Product of two operands of one type, accumulated in at least float32; 32-bit operands are not rounded to fewer bits."""
-    precision = None if a.dtype.itemsize == 2 else jax.lax.Precision.HIGHEST
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=accumulator(a, b))
+    """Product in the wider type of the two, accumulated in at least float32; 32-bit operands are not rounded to fewer bits."""
+    dtype = jnp.result_type(a, b)
+    precision = None if dtype.itemsize == 2 else jax.lax.Precision.HIGHEST
+    return jnp.einsum(subscripts, a.astype(dtype), b.astype(dtype), precision=precision, preferred_element_type=accumulator(a, b))
 
 
-def masked_softmax(logits: jax.Array, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Probabilities and their log-sum-exp over the last axis, on `keep` only; 0 and -inf where nothing is kept.
+def masked_softmax(logits: jax.Array, keep: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(weights, total, lse) over the last axis, on `keep` only: probabilities are weights / total, natural log-sum-exp.
 
-    Differentiable without NaN: what is not kept is replaced before the exponential, not only after it.
+    Where nothing is kept they are 0, 1 and -inf. `total` and `lse` keep the axis, with size 1. Differentiable without NaN:
+    what is not kept is replaced before the exponential, not only after it.
     """
-    some = keep.any(axis=-1, keepdims=True)
     top = jnp.max(jnp.where(keep, logits, -jnp.inf), axis=-1, keepdims=True)
+    some = top != -jnp.inf
     top = jax.lax.stop_gradient(jnp.where(some, top, 0))
-    weights = jnp.where(keep, jnp.exp(jnp.where(keep, logits - top, 0)), 0)
+    weights = jnp.where(keep & some, jnp.exp(jnp.where(keep & some, logits - top, 0)), 0)
     total = jnp.where(some, weights.sum(axis=-1, keepdims=True), 1)
-    lse = jnp.where(some, top + jnp.log(total), -jnp.inf)
-    return weights / total, lse[..., 0]
+    return weights, total, jnp.where(some, top + jnp.log(total), -jnp.inf)
+
+
+def vary_alike(tree: Any) -> Any:
+    """Inside shard_map: makes every array vary over each mesh axis over which one of them does. Elsewhere: nothing.
+
+    A kernel's loops and its hand-written gradient then need one type only; the gradient of an array that did not vary is
+    summed over the axis, as it must be.
+    """
+    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)))
+    return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(varying - jax.typeof(x).manual_axis_type.varying), to="varying"), tree)

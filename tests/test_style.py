@@ -14,6 +14,12 @@ LONG_FUNCTIONS: dict[str, str] = {}  # "path::function": reason
 SOURCES = sorted(path for top in ("msa_jax", "pallas_kernels", "configs", "benchmarks", "tests") for path in (ROOT / top).rglob("*.py"))
 
 
+def docstring_lines(node: ast.FunctionDef) -> int:
+    """A long contract is no reason to split a function."""
+    first = node.body[0]
+    return first.end_lineno - first.lineno + 1 if ast.get_docstring(node) is not None else 0
+
+
 @pytest.mark.parametrize("path", [*SOURCES, ROOT / "train.py"], ids=lambda path: str(path.relative_to(ROOT)))
 def test_file_and_function_lengths(path: Path) -> None:
     text = path.read_text()
@@ -21,7 +27,7 @@ def test_file_and_function_lengths(path: Path) -> None:
     assert text.count("\n") <= limit, f"{text.count(chr(10))} lines; split it by idea (at most {limit})"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
-            lines = node.end_lineno - node.lineno + 1
+            lines = node.end_lineno - node.lineno + 1 - docstring_lines(node)
             key = f"{path.relative_to(ROOT)}::{node.name}"
             assert lines <= MOST_FUNCTION_LINES or key in LONG_FUNCTIONS, f"{key} has {lines} lines (at most {MOST_FUNCTION_LINES})"
 

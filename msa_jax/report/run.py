@@ -75,7 +75,7 @@ def load_run(path: str | Path) -> Run:
     """Reads a run folder. Raises RunFolderError when it is none, or was written in another format."""
     path = Path(path)
     config = _read_config(path)
-    problems: list[str] = []
+    problems = [f"config.json: resumed with another {', '.join(facts)}" for facts in config.get("resumed_with", [])]
     metrics = _read_lines(path / "metrics.jsonl", ("step",), problems)
     values = _read_lines(path / "evaluation.jsonl", ("step", "name", "value"), problems)
     by_step = {row["step"]: row for row in metrics}
@@ -83,7 +83,7 @@ def load_run(path: str | Path) -> Run:
         path=path,
         config=config,
         metrics=[by_step[step] for step in sorted(by_step)],
-        evaluation={row["name"]: row["value"] for row in sorted(values, key=lambda row: row["step"])},
+        evaluation={row["name"]: _number(row["value"]) for row in sorted(values, key=lambda row: row["step"])},
         evaluated_at=max((row["step"] for row in values), default=None),
         arrays=_read_arrays(path / "arrays", problems),
         problems=tuple(problems),
@@ -125,12 +125,17 @@ def _read_lines(file: Path, required: tuple[str, ...], problems: list[str]) -> l
     return rows
 
 
+def _number(value: float | None) -> float:
+    """JSON has no NaN: what was not finite is written as null."""
+    return float("nan") if value is None else value
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
     except ValueError:  # half a line, or bytes that are not text
         return None
-    readable = isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("value", 0.0), int | float)
+    readable = isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("value"), int | float | None)
     return row if readable else None
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from msa_jax.report.run import Run
 
-SPLIT_LABELS = {"train": "train (seen)", "comp": "comp (held out)", "concept": "concept (held out)"}
+_SPLIT_LABELS = {"train": "train (seen)", "comp": "comp (held out)", "concept": "concept (held out)"}
 _INDEX = {"block_recall": "block recall", "captured_mass": "captured mass", "relative_mass": "relative mass"}
 _LOCAL = {"": "", "_without_local": "w/o local"}
 
@@ -50,14 +50,17 @@ def caption_table(run: Run) -> Table:
     table = _table(
         "Captions of pictures, nats/token",
         "right, wrong: caption loss given its own picture or another one of the same group; gain = wrong - right; "
-        "retrieval: share of captions whose own picture explains them best among 1 / chance pictures",
+        "retrieval: share of captions whose own picture, among n, makes them most probable",
     )
-    for heading in ("split", "right", "wrong", "gain", "retrieval", "chance", "captions"):
+    splits = run.keys("caption/right")
+    candidates = {f"1-of-{1 / run.evaluation[name]:.0f}" for name in (f"retrieval/chance/{s}" for s in splits) if name in run.evaluation}
+    retrieval = f"{' / '.join(sorted(candidates))}\nretrieval"
+    for heading in ("split", "right", "wrong", "gain", retrieval, "chance", "captions"):
         table.add_column(heading, justify="left" if heading == "split" else "right")
-    for split in run.keys("caption/right"):
+    for split in splits:
         gain = f"[bold]{_number(run, f'caption/image_gain/{split}')}[/bold]"
         table.add_row(
-            SPLIT_LABELS.get(split, escape(split)), _number(run, f"caption/right/{split}"), _number(run, f"caption/wrong/{split}"), gain,
+            _SPLIT_LABELS.get(split, escape(split)), _number(run, f"caption/right/{split}"), _number(run, f"caption/wrong/{split}"), gain,
             f"[bold]{_number(run, f'retrieval/accuracy/{split}')}[/bold]", _number(run, f"retrieval/chance/{split}"),
             _number(run, f"retrieval/captions/{split}", ".0f"),
         )  # fmt: skip
@@ -86,13 +89,14 @@ def index_table(run: Run) -> Table:
 
 def attention_table(run: Run) -> Table:
     table = _table(
-        "Attention from text to pictures (1 = no preference)",
-        "lift: share of attention / share of keys, without sinks; long: several pictures in one document of more "
-        "than R blocks; selected, visible: share of visual tokens in the selected and in all visible blocks",
+        "Attention of text to pictures",
+        "lift: share of attention / share of keys, without sinks; 1 = the picture is treated like any other key; long: several "
+        "pictures in one document of more than R blocks, selected by MSA layers, with its separation index. Shares of pictures "
+        "there: in the visible keys, in the index's probability, in the selected keys, in the attention",
     )
     table.add_column("layer")
-    columns = ("lift", "separation", "lift_long", "separation_long", "visual_selected", "visual_visible")
-    for label in ("lift", "separation", "lift,\nlong", "separation,\nlong", "visual in\nselected", "visual in\nvisible"):
+    columns = ("lift", "lift_long", "separation", "visual_visible", "visual_index", "visual_selected", "visual_attention")
+    for label in ("lift", "lift,\nlong", "separation", "share:\nvisible", "share:\nindex", "share:\nselected", "share:\nattention"):
         table.add_column(label, justify="right")
     for layer in run.layers("attention/lift"):
         table.add_row(layer.removeprefix("layer_"), *(_number(run, f"attention/{name}/{layer}", ".2f") for name in columns))
@@ -137,7 +141,7 @@ def _index_rows(runs: Sequence[Run]) -> Iterable[tuple[str, list[float | None]]]
                     yield f"index {label} {local}".rstrip() + note, values
     for name, label in (("kl_selected", "index KL, selected support"), ("kl_full_prefix", "index KL, full prefix")):
         yield label, [_layer_mean(run, f"index/{name}") for run in runs]
-    for name, label in (("lift", "text-to-picture lift"), ("separation", "separation index")):
+    for name, label in (("lift", "text-to-picture lift"), ("lift_long", "text-to-picture lift, long"), ("separation", "separation index")):
         yield label, [_layer_mean(run, f"attention/{name}") for run in runs]
 
 

@@ -5,13 +5,13 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.block_select import mosaic_gpu, reference
+from pallas_kernels.block_select import mosaic_gpu, reference, xla
 from pallas_kernels.checks import checked_layout, require, require_block_size, require_count, require_float, require_sizes
 
 OP = "block_select"
 REGISTERED = {
     "reference": dispatch.Implementation(reference.block_select),
-    "xla": dispatch.Implementation(reference.block_select),
+    "xla": dispatch.Implementation(xla.block_select),
     "mosaic_gpu": dispatch.Implementation(mosaic_gpu.block_select, mosaic_gpu.refuse),
 }
 

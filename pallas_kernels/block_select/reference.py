@@ -46,5 +46,5 @@ def block_select(
     # Ascending ids put the local block, the greatest a query sees, into the last valid slot.
     kept_BKTR = jnp.sort(kept_BKTR, axis=-1)
     ids_BKTR = jnp.where(kept_BKTR < num_keys, kept_BKTR, -1)
-    _, lse_BKT = masked_softmax(s_BKTS, support(ids_BKTR, layout, block_size, num_kv_heads))
-    return ids_BKTR, lse_BKT.astype(jnp.float32)
+    _, _, lse_BKT1 = masked_softmax(s_BKTS, support(ids_BKTR, layout, block_size, num_kv_heads))
+    return ids_BKTR, lse_BKT1[..., 0].astype(jnp.float32)

@@ -46,36 +46,17 @@ def refuse(device_kind: str, iq_BTKI, ik_BSI, q_BTNH, k_BSKH, ids_BKTR, weights_
     return attention.refuse(device_kind, q_BTNH, k_BSKH, k_BSKH, ids_BKTR, layout, **attention_options)
 
 
-def index_kl(iq_BTKI, ik_BSI, q_BTNH, k_BSKH, ids_BKTR, weights_BT, layout: Layout, *, block_size, scale, index_scale) -> jax.Array:
-    """The loss as api.py describes it, differentiable in iq and ik."""
-    constants = lax.stop_gradient((q_BTNH, k_BSKH, weights_BT)), ids_BKTR, layout
-    return _index_kl(iq_BTKI, ik_BSI, constants, block_size, scale, index_scale)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _index_kl(iq_BTKI, ik_BSI, constants, block_size, scale, index_scale):
-    return _forward(iq_BTKI, ik_BSI, constants, block_size, scale, index_scale)[0]
-
-
-def _forward(iq_BTKI, ik_BSI, constants, block_size, scale, index_scale):
-    """The loss, and as residuals its gradients: they come from the tiles that the value comes from."""
-    (q_BTNH, k_BSKH, weights_BT), ids_BKTR, layout = constants
-    kind = jnp.zeros((), iq_BTKI.dtype)
+def index_kl(
+    iq_BTKI, ik_BSI, q_BTNH, k_BSKH, ids_BKTR, weights_BT, layout: Layout, *, block_size, scale, index_scale, with_gradients: bool
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """(loss, (diq, dik) in float32 for a cotangent of 1, or None): both come from the same tiles."""
     if ids_BKTR is None:
-        value, diq_BTKI, dik_BSI = full(iq_BTKI, ik_BSI, q_BTNH, k_BSKH, weights_BT, layout, scale=scale, index_scale=index_scale)
-        return value, (diq_BTKI, dik_BSI, kind)
-    _, lse_BTN = attention.forward(q_BTNH, k_BSKH, k_BSKH, ids_BKTR, layout, block_size=block_size, scale=scale)
-    static = {"block_size": block_size, "scale": scale, "index_scale": index_scale}
-    value, diq_BTKI, dik_BSI = sparse(iq_BTKI, ik_BSI, q_BTNH, k_BSKH, ids_BKTR, lse_BTN, weights_BT, layout, **static)
-    return value, (diq_BTKI, dik_BSI, kind)
-
-
-def _backward(block_size, scale, index_scale, residuals, cotangent):
-    diq_BTKI, dik_BSI, kind = residuals
-    return (cotangent * diq_BTKI).astype(kind.dtype), (cotangent * dik_BSI).astype(kind.dtype), None
-
-
-_index_kl.defvjp(_forward, _backward)
+        value, *gradients = full(iq_BTKI, ik_BSI, q_BTNH, k_BSKH, weights_BT, layout, scale=scale, index_scale=index_scale)
+    else:
+        _, lse_BTN = attention.forward(q_BTNH, k_BSKH, k_BSKH, ids_BKTR, layout, block_size=block_size, scale=scale)
+        static = {"block_size": block_size, "scale": scale, "index_scale": index_scale}
+        value, *gradients = sparse(iq_BTKI, ik_BSI, q_BTNH, k_BSKH, ids_BKTR, lse_BTN, weights_BT, layout, **static)
+    return value, tuple(gradients) if with_gradients else None
 
 
 def value_and_gradient(

@@ -51,7 +51,8 @@ def sparse_attention_and_index_kl(
     static = {"block_size": block_size, "scale": scale, "index_scale": index_scale}
     value = jnp.float32(0)
     if probe is None:
-        value, probe = index_kl(*lax.stop_gradient((iq_BTKI, ik_BSI, q_BTNH, k_BSKH)), ids_BKTR, weights_BT, layout, **static), value
+        arrays = lax.stop_gradient((iq_BTKI, ik_BSI, q_BTNH, k_BSKH))
+        value, probe = index_kl(*arrays, ids_BKTR, weights_BT, layout, **static, with_gradients=False)[0], value
     constants = ids_BKTR, lax.stop_gradient(weights_BT), layout
     out_BTNH, lse_BTN, zero = _attend(q_BTNH, k_BSKH, v_BSKH, iq_BTKI, ik_BSI, probe, constants, *static.values())
     return out_BTNH, lse_BTN, value + zero

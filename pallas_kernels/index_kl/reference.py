@@ -37,10 +37,11 @@ def index_kl(
         kept_BSK1 = support_BKS.swapaxes(1, 2)[..., None]
         q_BKGH = q_BNH.reshape(batch, num_kv_heads, num_heads // num_kv_heads, -1)
         logits_BKGS = einsum("bkgh,bskh->bkgs", q_BKGH, jnp.where(kept_BSK1, k_BSKH, 0)) * scale
-        teacher_BKS = masked_softmax(logits_BKGS, support_BKS[:, :, None])[0].mean(axis=2)
+        weights_BKGS, total_BKG1, _ = masked_softmax(logits_BKGS, support_BKS[:, :, None])
+        teacher_BKS = (weights_BKGS / total_BKG1).mean(axis=2)
         s_BKS = einsum("bki,bski->bks", iq_BKI.astype(dtype), jnp.where(kept_BSK1, ik_BSI[:, :, None].astype(dtype), 0)) * index_scale
-        _, lse_BK = masked_softmax(s_BKS, support_BKS)
-        log_student_BKS = jnp.where(support_BKS, s_BKS - lse_BK[..., None], 0)
+        _, _, lse_BK1 = masked_softmax(s_BKS, support_BKS)
+        log_student_BKS = jnp.where(support_BKS, s_BKS - lse_BK1, 0)
         log_teacher_BKS = jnp.log(jnp.where(teacher_BKS > 0, teacher_BKS, 1))
         return (teacher_BKS * (log_teacher_BKS - log_student_BKS)).sum(axis=-1).mean(axis=-1)
 

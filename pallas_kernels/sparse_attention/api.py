@@ -1,15 +1,45 @@
 """sparse_attention: exact softmax attention over the key blocks that each query kept (MSA paper, arXiv 2606.13392)."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import checked_layout, require_block_size, require_float, require_groups, require_ids, require_sizes
-from pallas_kernels.sparse_attention import mosaic_gpu, reference
+from pallas_kernels.sparse_attention import mosaic_gpu, reference, xla
 
 OP = "sparse_attention"
+
+
+def _differentiable(forward: Callable, backward: Callable) -> Callable:
+    """`forward(q, k, v, ids, layout, *, block_size, scale) -> (out, lse)` with the gradient that `backward` computes.
+
+    `backward(q, k, v, ids, layout, out, lse, dout, dlse, *, block_size, scale) -> (dq, dk, dv)`.
+    """
+
+    def run(*arrays: Any, block_size: int, scale: float) -> tuple[jax.Array, jax.Array]:
+        @jax.custom_vjp
+        def attend(*arrays: Any) -> tuple[jax.Array, jax.Array]:
+            return forward(*arrays, block_size=block_size, scale=scale)
+
+        def attend_forward(*arrays: Any) -> tuple[tuple[jax.Array, jax.Array], tuple]:
+            results = attend(*arrays)
+            return results, (arrays, results)
+
+        def attend_backward(kept: tuple, cotangents: tuple[jax.Array, jax.Array]) -> tuple:
+            arrays, results = kept
+            return (*backward(*arrays, *results, *cotangents, block_size=block_size, scale=scale), None, None)
+
+        attend.defvjp(attend_forward, attend_backward)
+        return attend(*arrays)
+
+    return run
+
+
 REGISTERED = {
     "reference": dispatch.Implementation(reference.sparse_attention),
-    "xla": dispatch.Implementation(reference.sparse_attention),
+    "xla": dispatch.Implementation(_differentiable(xla.forward, xla.backward)),
     "mosaic_gpu": dispatch.Implementation(mosaic_gpu.sparse_attention, mosaic_gpu.refuse),
 }
 

@@ -28,9 +28,9 @@ def sparse_attention(
         k_kept_BSKH = jnp.where(kept_BSK1, k_BSKH.astype(dtype), 0)
         v_kept_BSKH = jnp.where(kept_BSK1, v_BSKH.astype(dtype), 0)
         logits_BKGS = einsum("bkgh,bskh->bkgs", q_BKGH, k_kept_BSKH) * scale
-        probs_BKGS, lse_BKG = masked_softmax(logits_BKGS, support_BKS[:, :, None])
-        out_BKGH = einsum("bkgs,bskh->bkgh", probs_BKGS, v_kept_BSKH)
-        return out_BKGH.reshape(batch, num_heads, -1), lse_BKG.reshape(batch, num_heads)
+        weights_BKGS, total_BKG1, lse_BKG1 = masked_softmax(logits_BKGS, support_BKS[:, :, None])
+        out_BKGH = einsum("bkgs,bskh->bkgh", weights_BKGS / total_BKG1, v_kept_BSKH)
+        return out_BKGH.reshape(batch, num_heads, -1), lse_BKG1.reshape(batch, num_heads)
 
     out_TBNH, lse_TBN = jax.lax.map(attend, (q_BTNH.swapaxes(0, 1), jnp.moveaxis(support_BKTS, 2, 0)))
     return out_TBNH.swapaxes(0, 1).astype(q_BTNH.dtype), lse_TBN.swapaxes(0, 1)

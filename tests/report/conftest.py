@@ -60,9 +60,10 @@ def evaluation(rng: np.random.Generator) -> dict[str, float]:
                 values[f"index/{name}{local}/layer_{layer}"] = value + 0.05 * rng.random()
                 values[f"index/{name}{local}_random/layer_{layer}"] = random
         values |= {f"index/kl_selected/layer_{layer}": 0.06, f"index/kl_full_prefix/layer_{layer}": 0.09}
-        for name, value in (("lift", 1.7), ("separation", 0.2), ("lift_long", 1.3), ("separation_long", 0.1)):
+        for name, value in (("lift", 1.7), ("lift_long", 1.3), ("separation", 0.2)):
             values[f"attention/{name}/layer_{layer}"] = value
-        values |= {f"attention/visual_selected/layer_{layer}": 0.5, f"attention/visual_visible/layer_{layer}": 0.6}
+        for name, value in (("visible", 0.35), ("index", 0.4), ("selected", 0.45), ("attention", 0.5)):
+            values[f"attention/visual_{name}/layer_{layer}"] = value
     return values
 
 

@@ -34,7 +34,7 @@ def test_lines_cut_by_a_kill_are_counted_and_left_out(run_folder: Path) -> None:
     run = load_run(run_folder)
     assert run.problems == (
         "metrics.jsonl: 4 of 85 lines are unreadable and left out",
-        "evaluation.jsonl: 2 of 110 lines are unreadable and left out",
+        "evaluation.jsonl: 2 of 114 lines are unreadable and left out",
     )
     assert run.curve("loss/lm")[0][-1] == 405
     assert run.evaluation["text/bytes/plays"] == 48_213.0
@@ -51,6 +51,17 @@ def test_a_resumed_run_counts_a_step_once_and_the_last_value_wins(run_folder: Pa
     assert values[steps.tolist().index(390)] == 1.5
     assert run.evaluation["text/bytes/plays"] == 7
     assert run.evaluation["text/bytes/code"] == 48_213.0, "an older step must not replace a newer one"
+
+
+def test_null_is_a_value_that_was_not_finite(run_folder: Path) -> None:
+    with (run_folder / "evaluation.jsonl").open("a") as file:
+        file.write('{"step": 400, "name": "text/bits_per_byte/plays", "value": null}\n')
+    with (run_folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 400, "loss/lm": null}\n')
+    run = load_run(run_folder)
+    assert run.problems == ()
+    assert np.isnan(run.evaluation["text/bits_per_byte/plays"])
+    assert run.curve("loss/lm")[0][-1] == 395
 
 
 def test_layers_are_in_numeric_order(run_folder: Path) -> None:
@@ -96,6 +107,13 @@ def test_what_is_no_run_folder_says_why(tmp_path: Path, content: str | None, wor
 def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="no such folder"):
         load_run(tmp_path / "absent")
+
+
+def test_a_run_resumed_with_another_commit_says_so(run_folder: Path) -> None:
+    config = json.loads((run_folder / "config.json").read_text())
+    config["resumed_with"] = [{"commit": "f00d", "versions": {}}]
+    (run_folder / "config.json").write_text(json.dumps(config))
+    assert load_run(run_folder).problems == ("config.json: resumed with another commit, versions",)
 
 
 def test_several_implementations_are_named_by_op(run_folder: Path) -> None:

@@ -1,0 +1,136 @@
+"""AdamW by group, on trees small enough to follow by hand; the names are those of the real model."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from msa_jax.config import Experiment, GroupConfig, OptimConfig
+from msa_jax.model.groups import decays, path_names
+from msa_jax.train.optim import group_labels, group_norms, make_optimizer
+from msa_jax.train.state import abstract_model
+from msa_jax.train.step import parameter_names
+
+PARAMS = {  # norms and biases of stacked layers are matrices too
+    "embedding": jnp.full((3, 2), 0.5),
+    "layers": {"attention": {"index": {"kernel": jnp.ones((2, 2))}, "main": {"kernel": jnp.ones((2, 2)), "norm": {"w": jnp.ones((2, 1))}}}},
+    "vision": {"up": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones((2, 1))}},
+}
+PLAIN = OptimConfig(learning_rate=0.1, warmup_steps=0, decay_fraction=0.0)
+
+
+def step(config: OptimConfig, gradients: Any, params: Any = PARAMS) -> Any:
+    tx = make_optimizer(config, 10, params)
+    updates, _ = jax.jit(tx.update)(gradients, tx.init(params), params)
+    return jax.device_get(updates)
+
+
+def scaled(factor: float, tree: Any = PARAMS) -> Any:
+    return jax.tree.map(lambda leaf: jnp.full_like(leaf, factor), tree)
+
+
+def test_every_parameter_of_the_model_has_its_group(experiment: Experiment) -> None:
+    params = abstract_model(experiment.model)[1]
+    labels = dict(zip(parameter_names(params), jax.tree.leaves(group_labels(params)), strict=True))
+    assert labels["embedding"] == labels["norm.w"] == labels["layers.0.0.mlp.up.kernel"] == labels["layers.0.0.attention.main.q.norm.w"]
+    assert {name for name, label in labels.items() if label == "index"} == {
+        f"layers.0.0.attention.index.{side}.{part}" for side in "qk" for part in ("linear.kernel", "norm.w")
+    }
+    assert {label for name, label in labels.items() if name.startswith("vision")} == {"vision"}
+
+
+def test_only_projections_decay(experiment: Experiment) -> None:
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(abstract_model(experiment.model)[1])[0]]
+    names = parameter_names(abstract_model(experiment.model)[1])
+    assert {name for name, path in zip(names, paths, strict=True) if decays(path)} == {name for name in names if name.endswith("kernel")}
+    updates = step(PLAIN, scaled(0.0))  # with zero gradients only what decays moves
+    moved = {".".join(path_names(path)) for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0] if leaf.any()}
+    assert moved == {"layers.attention.index.kernel", "layers.attention.main.kernel", "vision.up.kernel"}
+    np.testing.assert_allclose(updates["vision"]["up"]["kernel"], -0.1 * 0.1 * np.ones((2, 2)), rtol=1e-6)
+
+
+def test_groups_have_their_own_weight_decay_and_rate() -> None:
+    config = OptimConfig(
+        learning_rate=0.1, warmup_steps=0, decay_fraction=0.0, trunk=GroupConfig(weight_decay=0.0),
+        index=GroupConfig(weight_decay=0.2), vision=GroupConfig(weight_decay=0.2, learning_rate_scale=3.0),
+    )  # fmt: skip
+    updates = step(config, scaled(0.0))
+    assert not updates["layers"]["attention"]["main"]["kernel"].any()
+    np.testing.assert_allclose(updates["layers"]["attention"]["index"]["kernel"], -0.02 * np.ones((2, 2)), rtol=1e-6)
+    np.testing.assert_allclose(updates["vision"]["up"]["kernel"], -0.06 * np.ones((2, 2)), rtol=1e-6)
+
+
+def test_each_group_is_clipped_by_its_own_norm() -> None:
+    """Adam forgets the scale of its first gradient; two gradients, the second unclipped, show what the clip left of the first."""
+    config = OptimConfig(
+        learning_rate=1.0, warmup_steps=0, decay_fraction=0.0, b1=0.5, b2=0.0, trunk=GroupConfig(clip_norm=1.0, weight_decay=0.0)
+    )
+    tx = make_optimizer(config, 10, PARAMS)
+    update = jax.jit(tx.update)
+
+    def second_update(index_scale: float) -> Any:
+        first = scaled(0.25)  # trunk: 12 entries, norm 0.25 * sqrt(12) < 1, so not clipped
+        first["layers"]["attention"]["index"] = scaled(index_scale, first["layers"]["attention"]["index"])
+        _, state = update(first, tx.init(PARAMS), PARAMS)
+        return jax.device_get(update(scaled(0.25), state, PARAMS)[0]["layers"]["attention"])
+
+    small, large = second_update(0.1), second_update(1e6)
+    np.testing.assert_array_equal(small["main"]["kernel"], large["main"]["kernel"])
+    # b1 = 0.5: after g1 and g2 the mean is (g1 / 4 + g2 / 2) / (3 / 4); b2 = 0: the divisor is |g2|
+    np.testing.assert_allclose(large["main"]["kernel"], -np.ones((2, 2)), rtol=1e-5)
+    clipped = 1e6 / (1e6 * 2)  # four entries: norm 2e6, clipped to 1
+    expected = -(clipped / 4 + 0.25 / 2) / 0.75 / 0.25 - 0.1
+    np.testing.assert_allclose(large["index"]["kernel"], expected * np.ones((2, 2)), rtol=1e-5)
+
+
+def test_the_clip_can_be_off() -> None:
+    config = OptimConfig(
+        learning_rate=1.0, warmup_steps=0, decay_fraction=0.0, b1=0.5, b2=0.0, index=GroupConfig(clip_norm=0.0, weight_decay=0.0)
+    )
+    tx = make_optimizer(config, 10, PARAMS)
+    update = jax.jit(tx.update)
+    _, state = update(scaled(100.0), tx.init(PARAMS), PARAMS)
+    second = jax.device_get(update(scaled(1.0), state, PARAMS)[0])
+    np.testing.assert_allclose(second["layers"]["attention"]["index"]["kernel"], -(100 / 4 + 1 / 2) / 0.75 * np.ones((2, 2)), rtol=1e-5)
+
+
+def test_equals_adamw_written_out() -> None:
+    config = OptimConfig(learning_rate=0.1, warmup_steps=1, decay_fraction=0.0, trunk=GroupConfig(clip_norm=0.0))
+    tx = make_optimizer(config, 10, PARAMS)
+    update = jax.jit(tx.update)
+    w = np.ones((2, 2))
+    mean = square = np.zeros((2, 2))
+    params, state = PARAMS, tx.init(PARAMS)
+    for n, rate in enumerate([0.05, 0.1, 0.1], start=1):
+        g = np.array([[1.0, -2.0], [0.5, 3.0]]) * n
+        mean, square = config.b1 * mean + (1 - config.b1) * g, config.b2 * square + (1 - config.b2) * g**2
+        adam = mean / (1 - config.b1**n) / (np.sqrt(square / (1 - config.b2**n)) + config.eps)
+        w = w - rate * (adam + 0.1 * w)
+        gradients = scaled(0.0)
+        gradients["layers"]["attention"]["main"]["kernel"] = jnp.asarray(g)
+        updates, state = update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(params["layers"]["attention"]["main"]["kernel"], w, rtol=1e-5)
+
+
+def test_a_frozen_group_stays_in_the_state_and_stands_still() -> None:
+    frozen = OptimConfig(learning_rate=0.1, index=GroupConfig(learning_rate_scale=0.0))
+    assert not step(frozen, scaled(1.0))["layers"]["attention"]["index"]["kernel"].any()
+    shapes = [jax.tree.structure(make_optimizer(config, 10, PARAMS).init(PARAMS)) for config in (frozen, PLAIN)]
+    assert shapes[0] == shapes[1]
+
+
+def test_a_model_without_a_group_is_fine() -> None:
+    text_only = {name: PARAMS[name] for name in ("embedding", "layers")}
+    assert set(step(PLAIN, scaled(1.0, text_only), text_only)) == {"embedding", "layers"}
+    assert set(group_norms(text_only)) == {"trunk", "index"}
+
+
+def test_group_norms() -> None:
+    norms = group_norms(PARAMS)
+    assert {name: float(norm) for name, norm in norms.items()} == pytest.approx(
+        {"trunk": np.sqrt(6 * 0.25 + 4 + 2), "index": 2.0, "vision": np.sqrt(6)}, rel=1e-6
+    )
