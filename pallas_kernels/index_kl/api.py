@@ -185,7 +185,7 @@ def sparse_attention_and_index_kl(
     the value for its log, a `probe` saves computing it twice: with any float32 scalar as probe, kl is 0 in the forward pass, its gradients
     are the same, and its gradient by the probe is the value.
 
-        dparams, dprobe = grad(lambda params, probe: lm_loss(params) + kl(params, probe), argnums=(0, 1))(params, 0.0)  # dprobe: value of kl
+        gradients, value_of_kl = jax.grad(lambda params, probe: lm_loss(params) + kl(params, probe), argnums=(0, 1))(params, 0.0)
 
     Raises:
       ValueError: shapes or numbers that contradict each other. Unsupported: see pallas_kernels.dispatch.

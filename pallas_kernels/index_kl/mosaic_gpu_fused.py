@@ -39,8 +39,8 @@ def refuse(
     """Why the kernels do not serve a call, or None."""
     del probe
     options = {"block_size": block_size, "scale": scale}
-    return attention.refuse(kind, q_BTNH, k_BSKH, v_BSKH, ids_BKTR, layout, **options) or refuse_index_kl(
-        kind, iq_BTKI, ik_BSI, q_BTNH, k_BSKH, ids_BKTR, weights_BT, layout, index_scale=index_scale, **options
+    return attention.refuse(device_kind, q_BTNH, k_BSKH, v_BSKH, ids_BKTR, layout, **options) or refuse_index_kl(
+        device_kind, iq_BTKI, ik_BSI, q_BTNH, k_BSKH, ids_BKTR, weights_BT, layout, index_scale=index_scale, **options
     )
 
 
