@@ -73,6 +73,7 @@ def student_gradient(
             return pl.ds(pl.multiple_of(entry + i * TILE, TILE), TILE)
 
         def produce():
+            plgpu.set_max_registers(tuning.REGISTERS[1], action="decrease")
             plgpu.copy_gmem_to_smem(ik_ref.at[pl.ds(item_ref[w, BLOCK] * C, C)], ik_sm, ik_bar)
 
             @pl.loop(0, tiles)
@@ -129,6 +130,7 @@ def student_gradient(
 
         @pl.when((wg < consumers) & (tiles > 0))
         def _():
+            plgpu.set_max_registers(tuning.REGISTERS[0], action="increase")
             dik_ref[w, pl.ds(wg * _HALF, _HALF)] = pl.run_scoped(consume, plgpu.ACC((_HALF, I), jnp.float32))
             plgpu.wait_smem_to_gmem(0)
 

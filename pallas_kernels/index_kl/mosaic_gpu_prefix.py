@@ -189,7 +189,7 @@ def prefix_difference(
             return pl.ds(pl.multiple_of((tile0 + i) * TILE, TILE), TILE)
 
         def produce():
-            plgpu.set_max_registers(tuning.DIFFERENCE_REGISTERS[1], action="decrease")
+            plgpu.set_max_registers(tuning.REGISTERS[1], action="decrease")
             keys = pl.ds(pl.multiple_of(owned, OWNED), OWNED)
             plgpu.copy_gmem_to_smem(k_ref.at[b, keys, h], k_sm, k_bar)
             plgpu.copy_gmem_to_smem(ik_ref.at[b, keys], ik_sm, k_bar)
@@ -215,7 +215,7 @@ def prefix_difference(
                 pl.when(done > 0)(lambda: plgpu.barrier_wait(tile_free))
 
         def consume():
-            plgpu.set_max_registers(tuning.DIFFERENCE_REGISTERS[0], action="increase")
+            plgpu.set_max_registers(tuning.REGISTERS[0], action="increase")
             mine, key0 = pl.ds(wg * KEYS, KEYS), owned + wg * KEYS
             plgpu.barrier_wait(k_bar)
 

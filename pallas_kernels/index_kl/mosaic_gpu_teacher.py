@@ -74,7 +74,7 @@ def teacher_means(
         entries = Entries(ids_sm, slots, per_tile)
 
         def produce():
-            plgpu.set_max_registers(tuning.TEACHER_REGISTERS[1], action="decrease")
+            plgpu.set_max_registers(tuning.REGISTERS[1], action="decrease")
             load_entries(entry_ref.at[l], entry, ids_sm, ids_bar)
             block = lax.rem(item_ref[w, BLOCK], int32(k_ref.shape[1] // C))
             plgpu.copy_gmem_to_smem(k_ref.at[b, pl.ds(block * C, C), h], k_sm, k_bar)
@@ -94,7 +94,7 @@ def teacher_means(
             all_phases_seen(free_bar, jnp.maximum(tiles - ring, 0), tiles, simulated=simulated)
 
         def consume():
-            plgpu.set_max_registers(tuning.TEACHER_REGISTERS[0], action="increase")
+            plgpu.set_max_registers(tuning.REGISTERS[0], action="increase")
             plgpu.barrier_wait(ids_bar)
             plgpu.barrier_wait(k_bar)
             mine = pl.ds(wg * _HALF, _HALF)
