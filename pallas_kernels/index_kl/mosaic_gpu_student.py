@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,28 +65,110 @@ def gather(iq_BTKI: jax.Array, index: InverseIndex, table: BlockTable, slots: in
     return Gathered(iq_LPI, first_LP, last_LP)
 
 
-def hide(s_XC: jax.Array, seen_sm: tuple, slot: jax.Array, item: tuple, block_size: int, key0=0) -> jax.Array:
-    """Scores of a tile with what its entries do not see at MASKED.
+class Item(NamedTuple):
+    """A work item of the inverse index, read inside a kernel."""
 
-    Queries ascend, so only a tile whose first query is in the block, or any tile of a window, has hidden keys.  `seen_sm`: first and last
-    key row of each entry, a row a slot; `item`: the block's (first key row, rows); `key0`: the key of the first column.
+    list: jax.Array
+    block: jax.Array
+    start: jax.Array  # first key row of the block
+    rows: jax.Array  # of the block
+    entry: jax.Array  # the first
+    count: jax.Array
+
+    @classmethod
+    def read(cls, item_ref: Any, w: jax.Array) -> Item:
+        return cls(*(item_ref[w, column] for column in (LIST, BLOCK, START, ROWS, ENTRY, COUNT)))
+
+    def tiles(self, size: int = TILE) -> jax.Array:
+        """How many tiles of `size` entries it has."""
+        return lax.div(self.count + (size - 1), int32(size))
+
+    def tile(self, i: jax.Array, size: int = TILE) -> Any:
+        """The entries of tile i in its list."""
+        return pl.ds(pl.multiple_of(self.entry + i * size, size), size)
+
+
+class Ring(NamedTuple):
+    """What the producer fills: the index keys of the block, and tiles of entries."""
+
+    keys: Any
+    tiles: Any  # a tree; each leaf has the ring's slots first
+    keys_bar: Any  # producer -> consumers: the index keys are there
+    tile_bar: Any  # producer -> consumers: the slot's tile is there
+    free_bar: Any  # consumers -> producer: the slot's tile has been read
+
+    @classmethod
+    def types(cls, keys_CI: tuple[int, int], dtype: Any, lists: Any, slots: int, readers: int) -> Ring:
+        """Scratch types for `lists`, a tree of [L, P, ...]: matrices are tiled for wgmma, rows of numbers are not."""
+
+        def tile(x):
+            return plgpu.SMEM((slots, TILE, *x.shape[2:]), x.dtype, transforms=TILED if x.ndim > 2 else ())
+
+        loads = len(jax.tree.leaves(lists))
+        return cls(
+            plgpu.SMEM(keys_CI, dtype, transforms=TILED),
+            jax.tree.map(tile, lists),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=slots, num_arrivals=loads),
+            plgpu.Barrier(num_barriers=slots, num_arrivals=readers),
+        )
+
+
+def produce(item: Item, keys_ref: Any, list_refs: Any, ring: Ring, *, simulated: bool) -> None:
+    """The producer: the block's index keys once, then the item's tiles of every list."""
+    size, slots = ring.keys.shape[0], ring.free_bar.shape[0]
+    plgpu.copy_gmem_to_smem(keys_ref.at[pl.ds(item.block * size, size)], ring.keys, ring.keys_bar)
+
+    @pl.loop(0, item.tiles())
+    def _(i):
+        slot = lax.rem(i, int32(slots))
+        pl.when(i >= slots)(lambda: plgpu.barrier_wait(ring.free_bar.at[slot]))
+        for ref, tiles in zip(jax.tree.leaves(list_refs), jax.tree.leaves(ring.tiles), strict=True):
+            plgpu.copy_gmem_to_smem(ref.at[item.list, item.tile(i)], tiles.at[slot], ring.tile_bar.at[slot])
+
+    all_phases_seen(ring.free_bar, jnp.maximum(item.tiles() - slots, 0), item.tiles(), simulated=simulated)
+
+
+def hide(s_XC: jax.Array, seen: Gathered, slot: jax.Array, item: Item, block_size: int, key0=0) -> jax.Array:
+    """Scores of a tile with what its entries do not see at MASKED; `key0` is the key of the first column.
+
+    Queries ascend, so only a tile whose first query is in the block, or any tile of a window, has hidden keys.
     """
-    start, rows = item
-    window = rows < block_size
+    window = item.rows < block_size
 
     def masked(s_XC):
         key_XC = plgpu.broadcasted_iota(jnp.int32, s_XC.shape, 1, layout=plgpu.Layout.WGMMA)
         layout = plgpu.Layout.WGMMA.reduce(1)
-        seen = [
-            lax.broadcast_in_dim(
-                plgpu.load(ref.at[slot], layout=layout) - filled((TILE,), start + key0, jnp.int32, layout), s_XC.shape, [0]
-            )
-            for ref in seen_sm
-        ]
+        origin = filled((TILE,), item.start + key0, jnp.int32, layout)
+        first_XC, last_XC = (
+            lax.broadcast_in_dim(plgpu.load(ref.at[slot], layout=layout) - origin, s_XC.shape, [0]) for ref in (seen.first_LP, seen.last_LP)
+        )
         all_seen = filled(s_XC.shape, jnp.where(window, 0, 1 << 30), jnp.int32, plgpu.Layout.WGMMA)
-        return jnp.where((key_XC <= seen[1]) & (key_XC + all_seen >= seen[0]), s_XC, MASKED)
+        return jnp.where((key_XC <= last_XC) & (key_XC + all_seen >= first_XC), s_XC, MASKED)
 
-    return lax.cond(window | (seen_sm[1][slot, 0] < start + block_size - 1), masked, lambda s: s, s_XC)
+    return lax.cond(window | (seen.last_LP[slot, 0] < item.start + block_size - 1), masked, lambda s: s, s_XC)
+
+
+def _consume(item: Item, ring: Ring, lse_sm: Any, lse_ref: Any, wg: jax.Array, *, scale2: float) -> None:
+    """Every `LSE_WARPGROUPS`-th tile: scores, mask, log-sum-exp."""
+    block_size, slots, consumers = ring.keys.shape[0], ring.free_bar.shape[0], tuning.LSE_WARPGROUPS
+    plgpu.barrier_wait(ring.keys_bar)
+
+    @pl.loop(0, lax.div(item.tiles() - wg + (consumers - 1), int32(consumers)))
+    def _(n):
+        i = n * consumers + wg
+        slot = lax.rem(i, int32(slots))
+        plgpu.barrier_wait(ring.tile_bar.at[slot])
+        s_XC = hide(product(ring.tiles.iq_LPI.at[slot], ring.keys.T, TILE, block_size), ring.tiles, slot, item, block_size)
+        top_X = s_XC.max(axis=1) * scale2
+        total_X = jnp.exp2(s_XC * scale2 - lax.broadcast_in_dim(top_X, s_XC.shape, [0])).sum(axis=1)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        lse_sm[wg] = top_X + jnp.log2(total_X)
+        plgpu.commit_smem()  # also keeps this tile's reads before the slot's next load
+        plgpu.barrier_arrive(ring.free_bar.at[slot])
+        plgpu.copy_smem_to_gmem(lse_sm.at[wg], lse_ref.at[item.list, item.tile(i)])
+
+    plgpu.wait_smem_to_gmem(0)
 
 
 def student_lse(
@@ -99,53 +181,19 @@ def student_lse(
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """Base-2 log-sum-exp of each entry's scores over its block, float32 [L, P]; meaningless in the padding."""
-    (L, P, I), dtype, scale2 = gathered.iq_LPI.shape, gathered.iq_LPI.dtype, scale * math.log2(math.e)
-    B, Z = slots_BZI.shape[:2]
-    ring, consumers, simulated = tuning.LSE_RING, tuning.LSE_WARPGROUPS, interpret is not None
+    (L, P, I), dtype = gathered.iq_LPI.shape, gathered.iq_LPI.dtype
+    consumers = tuning.LSE_WARPGROUPS
 
-    def index_kl_student_lse(iq_ref, first_ref, last_ref, ik_ref, item_ref, lse_ref, *scratch):
-        iq_sm, ik_sm, first_sm, last_sm, lse_sm, ik_bar, tile_bar, free_bar = scratch
-        w, wg = lax.axis_index("w"), lax.axis_index("wg")
-        l, entry = item_ref[w, LIST], item_ref[w, ENTRY]
-        tiles = lax.div(item_ref[w, COUNT] + (TILE - 1), int32(TILE))
+    def index_kl_student_lse(lists_ref, ik_ref, item_ref, lse_ref, ring, lse_sm):
+        wg, item = lax.axis_index("wg"), Item.read(item_ref, lax.axis_index("w"))
 
-        def rows(i):
-            return pl.ds(pl.multiple_of(entry + i * TILE, TILE), TILE)
+        @pl.when((wg < consumers) & (item.count > 0))
+        def _():
+            _consume(item, ring, lse_sm, lse_ref, wg, scale2=scale * math.log2(math.e))
 
-        def produce():
-            plgpu.copy_gmem_to_smem(ik_ref.at[pl.ds(item_ref[w, BLOCK] * block_size, block_size)], ik_sm, ik_bar)
-
-            @pl.loop(0, tiles)
-            def _(i):
-                slot = lax.rem(i, int32(ring))
-                pl.when(i >= ring)(lambda: plgpu.barrier_wait(free_bar.at[slot]))
-                for ref, sm in ((iq_ref, iq_sm), (first_ref, first_sm), (last_ref, last_sm)):
-                    plgpu.copy_gmem_to_smem(ref.at[l, rows(i)], sm.at[slot], tile_bar.at[slot])
-
-            all_phases_seen(free_bar, jnp.maximum(tiles - ring, 0), tiles, simulated=simulated)
-
-        def consume():
-            item = item_ref[w, START], item_ref[w, ROWS]
-            plgpu.barrier_wait(ik_bar)
-
-            @pl.loop(0, lax.div(tiles - wg + (consumers - 1), int32(consumers)))
-            def _(n):
-                i = n * consumers + wg
-                slot = lax.rem(i, int32(ring))
-                plgpu.barrier_wait(tile_bar.at[slot])
-                s_XC = hide(product(iq_sm.at[slot], ik_sm.T, TILE, block_size), (first_sm, last_sm), slot, item, block_size)
-                top_X = s_XC.max(axis=1) * scale2
-                total_X = jnp.exp2(s_XC * scale2 - lax.broadcast_in_dim(top_X, s_XC.shape, [0])).sum(axis=1)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                lse_sm[wg] = top_X + jnp.log2(total_X)
-                plgpu.commit_smem()  # also keeps this tile's reads before the slot's next load
-                plgpu.barrier_arrive(free_bar.at[slot])
-                plgpu.copy_smem_to_gmem(lse_sm.at[wg], lse_ref.at[l, rows(i)])
-
-            plgpu.wait_smem_to_gmem(0)
-
-        pl.when((wg < consumers) & (tiles > 0))(consume)
-        pl.when((wg == consumers) & (tiles > 0))(produce)
+        @pl.when((wg == consumers) & (item.count > 0))
+        def _():
+            produce(item, ik_ref, lists_ref, ring, simulated=interpret is not None)
 
     kernel = plgpu.kernel(
         index_kl_student_lse,
@@ -154,20 +202,14 @@ def student_lse(
         grid_names=("w",),
         num_threads=consumers + 1,
         thread_name="wg",
-        scratch_types=[
-            plgpu.SMEM((ring, TILE, I), dtype, transforms=TILED),
-            plgpu.SMEM((block_size, I), dtype, transforms=TILED),
-            plgpu.SMEM((ring, TILE), jnp.int32),
-            plgpu.SMEM((ring, TILE), jnp.int32),
+        scratch_types=(
+            Ring.types((block_size, I), dtype, gathered, tuning.LSE_RING, readers=1),
             plgpu.SMEM((consumers, TILE), jnp.float32),
-            plgpu.Barrier(),  # producer -> consumers: the index keys are there
-            plgpu.Barrier(num_barriers=ring, num_arrivals=3),  # producer -> consumer: the slot's tile is there
-            plgpu.Barrier(num_barriers=ring),  # consumer -> producer: the slot's tile has been read
-        ],
+        ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         **launch(interpret),
     )
-    return kernel(gathered.iq_LPI, gathered.first_LP, gathered.last_LP, slots_BZI.reshape(B * Z, I), index.item_WX)
+    return kernel(gathered, slots_BZI.reshape(-1, I), index.item_WX)
 
 
 def log_sum_exp(gathered: Gathered, slots_BZI, index: InverseIndex, number_BKTR, *, block_size, scale, interpret=None) -> jax.Array:
