@@ -13,6 +13,7 @@ Memory: the means, C numbers an entry; the caller bounds the queries.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.index_kl import tuning
-from pallas_kernels.inverse_index import BLOCK, COUNT, ENTRY, LIST, ROWS, START, InverseIndex, slot_bits
-from pallas_kernels.mosaic import TILED, all_phases_seen, int32, launch
+from pallas_kernels.index_kl.mosaic_gpu_student import Item
+from pallas_kernels.inverse_index import InverseIndex, slot_bits
+from pallas_kernels.mosaic import TILED, all_phases_seen, int32, launch, product, register_product
 from pallas_kernels.mosaic_entries import Entries, load_arrivals, load_entries, visible
 
 _HALF = 64  # keys that one consumer owns: the rows of a wgmma
@@ -40,13 +42,112 @@ def gather_lse(lse_BTKG: jax.Array, index: InverseIndex, slots: int) -> jax.Arra
     return minus_LPG.reshape(B * K, -1)
 
 
+class _Scratch(NamedTuple):
+    q: Any
+    k: Any
+    lse: Any
+    ids: Any
+    average: Any  # [queries, rows]: the product with it averages the heads of a query
+    mean: Any  # two buffers a consumer
+    ids_bar: Any  # producer -> all: the entries are there
+    k_bar: Any  # producer -> consumers: K and the averaging matrix are there
+    tile_bar: Any  # producer -> consumers: the slot's queries are there
+    free_bar: Any  # consumers -> producer: the slot's queries have been read
+    staging: Any  # the simulator takes no left operand from registers
+
+
+class _Inputs(NamedTuple):
+    q_BTKGH: Any
+    k_BZKH: Any
+    minus_lse_LX: Any
+    average_QX: Any
+    entry_LP: Any
+    first_BT: Any
+    origin_B2: Any
+
+    def row(self, item: Item) -> tuple[jax.Array, jax.Array]:
+        """Batch row and KV head of an item."""
+        K = self.k_BZKH.shape[2]
+        return lax.div(item.list, int32(K)), lax.rem(item.list, int32(K))
+
+
+def _produce(inputs: _Inputs, item: Item, entries: Entries, scratch: _Scratch, *, simulated: bool) -> None:
+    (b, h), slots, (_, rows, _) = inputs.row(item), scratch.free_bar.shape[0], scratch.q.shape
+    C, G = scratch.k.shape[0], inputs.q_BTKGH.shape[3]
+    tiles = item.tiles(rows // G)
+    load_entries(inputs.entry_LP.at[item.list], item.entry, scratch.ids, scratch.ids_bar)
+    block = lax.rem(item.block, int32(inputs.k_BZKH.shape[1] // C))
+    plgpu.copy_gmem_to_smem(inputs.k_BZKH.at[b, pl.ds(block * C, C), h], scratch.k, scratch.k_bar)
+    plgpu.copy_gmem_to_smem(inputs.average_QX, scratch.average, scratch.k_bar)
+    plgpu.barrier_wait(scratch.ids_bar)
+    query0 = inputs.origin_B2[b, 0]
+
+    @pl.loop(0, tiles)
+    def _(i):
+        slot = lax.rem(i, int32(slots))
+        pl.when(i >= slots)(lambda: plgpu.barrier_wait(scratch.free_bar.at[slot]))
+        lse_here = pl.ds(pl.multiple_of(item.entry * G + i * rows, rows), rows)
+        plgpu.copy_gmem_to_smem(inputs.minus_lse_LX.at[item.list, lse_here], scratch.lse.at[slot], scratch.tile_bar.at[slot])
+        for j, (t, _, _) in enumerate(entries.of_tile(i)):
+            here = scratch.q.at[slot, pl.ds(j * G, G)]
+            plgpu.copy_gmem_to_smem(inputs.q_BTKGH.at[b, query0 + t, h], here, scratch.tile_bar.at[slot])
+
+    all_phases_seen(scratch.free_bar, jnp.maximum(tiles - slots, 0), tiles, simulated=simulated)
+
+
+def _consume(inputs: _Inputs, item: Item, entries: Entries, scratch: _Scratch, mean_ref: Any, wg: jax.Array, *, scale2: float) -> None:
+    """Every tile, for 64 keys."""
+    (b, _), slots, (_, rows, _) = inputs.row(item), scratch.free_bar.shape[0], scratch.q.shape
+    per_tile, mine = rows // inputs.q_BTKGH.shape[3], pl.ds(wg * _HALF, _HALF)
+    plgpu.barrier_wait(scratch.ids_bar)
+    plgpu.barrier_wait(scratch.k_bar)
+
+    @pl.loop(0, item.tiles(per_tile))
+    def _(i):
+        slot, out = lax.rem(i, int32(slots)), lax.rem(i, int32(2))
+        tile = [t for t, _, _ in entries.of_tile(i)]
+        plgpu.barrier_wait(scratch.tile_bar.at[slot])
+        s_CX = product(scratch.k.at[mine], scratch.q.at[slot].T, _HALF, rows)
+        place = inputs.origin_B2[b, 1], item.start, item.rows
+        hidden, mask = visible(tile, inputs.first_BT.at[b], place, scratch.k.shape[0], s_CX.shape, query_axis=1, key0=wg * _HALF)
+        s_CX = lax.cond(hidden, lambda s: jnp.where(mask(), s, _MASKED), lambda s: s, s_CX)
+        minus_lse_X = plgpu.load(scratch.lse.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
+        p_CX = jnp.exp2(s_CX * scale2 + lax.broadcast_in_dim(minus_lse_X, s_CX.shape, [1])).astype(mean_ref.dtype)
+        mean_CQ = register_product(p_CX, scratch.average.T, None if scratch.staging is None else scratch.staging.at[wg])
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the buffer of two tiles ago has left
+        scratch.mean.at[out, wg].T[...] = mean_CQ.astype(mean_ref.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch.free_bar.at[slot])
+        target = mean_ref.at[item.list, item.tile(i, per_tile), mine]
+        plgpu.copy_smem_to_gmem(scratch.mean.at[out, wg, pl.ds(0, per_tile)], target)
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _scratch_types(dtype, *, C, H, G, interpret) -> _Scratch:
+    rows, slots, consumers = tuning.TEACHER_ROWS, tuning.TEACHER_RING, C // _HALF
+    queries = max(8, rows // G)  # columns of a wgmma come in eights
+    return _Scratch(
+        q=plgpu.SMEM((slots, rows, H), dtype, transforms=TILED),
+        k=plgpu.SMEM((C, H), dtype, transforms=TILED),
+        lse=plgpu.SMEM((slots, rows), jnp.float32),
+        ids=plgpu.SMEM((tuning.PER,), jnp.int32),
+        average=plgpu.SMEM((queries, rows), dtype, transforms=TILED),
+        mean=plgpu.SMEM((2, consumers, queries, _HALF), dtype),
+        ids_bar=plgpu.Barrier(num_arrivals=load_arrivals(tuning.PER)),
+        k_bar=plgpu.Barrier(num_arrivals=2),
+        tile_bar=plgpu.Barrier(num_arrivals=rows // G + 1, num_barriers=slots),
+        free_bar=plgpu.Barrier(num_arrivals=consumers, num_barriers=slots),
+        staging=None if interpret is None else plgpu.SMEM((consumers, _HALF, rows), dtype, transforms=TILED),
+    )
+
+
 def teacher_means(
     q_BTKGH: jax.Array,
     k_BZKH: jax.Array,
     minus_lse_LX: jax.Array,
     index: InverseIndex,
-    first_BT: jax.Array,
-    origin_B2: jax.Array,
+    view: tuple[jax.Array, jax.Array],
     *,
     slots: int,
     block_size: int,
@@ -56,100 +157,27 @@ def teacher_means(
 ) -> jax.Array:
     """[L, P, C] in the dtype of q: mean over the first `group` of the G heads; 0 in a tile's padding, unwritten past an item's entries.
 
-    `origin_B2`: of each batch row, the chunk's first query in q, and the key row of that query.
+    `view`: first_BT of the chunk's BlockTable, and [B, 2]: the chunk's first query in q, and the key row of that query.
     """
-    (_, _, K, G, H), dtype, C = q_BTKGH.shape, q_BTKGH.dtype, block_size
-    (L, P), per, rows = index.entry_LP.shape, tuning.PER, tuning.TEACHER_ROWS
-    per_tile, scale2 = rows // G, scale * math.log2(math.e)
-    ring, consumers, simulated = tuning.TEACHER_RING, C // _HALF, interpret is not None
-    queries = max(8, per_tile)  # columns of a wgmma come in eights
-    average_QX = (np.arange(rows) // G == np.arange(queries)[:, None]) * (np.arange(rows) % G < group) / group
+    (_, _, _, G, H), dtype, C = q_BTKGH.shape, q_BTKGH.dtype, block_size
+    (L, P), rows, consumers = index.entry_LP.shape, tuning.TEACHER_ROWS, C // _HALF
+    row_X = np.arange(rows)
+    average_QX = (row_X // G == np.arange(max(8, rows // G))[:, None]) * (row_X % G < group) / group
 
-    def index_kl_teacher(q_ref, k_ref, lse_ref, average_ref, entry_ref, item_ref, first_ref, origin_ref, mean_ref, *scratch):
-        q_sm, k_sm, lse_sm, ids_sm, average_sm, mean_sm, ids_bar, k_bar, tile_bar, free_bar, *staging = scratch
-        w, wg = lax.axis_index("w"), lax.axis_index("wg")
-        l, entry = item_ref[w, LIST], item_ref[w, ENTRY]
-        b, h = lax.div(l, int32(K)), lax.rem(l, int32(K))
-        tiles = lax.div(item_ref[w, COUNT] + (per_tile - 1), int32(per_tile))
-        entries = Entries(ids_sm, slots, per_tile)
+    def index_kl_teacher(inputs, item_ref, mean_ref, scratch):
+        wg, item = lax.axis_index("wg"), Item.read(item_ref, lax.axis_index("w"))
+        entries = Entries(scratch.ids, slots, rows // G)
 
-        def produce():
-            plgpu.set_max_registers(tuning.REGISTERS[1], action="decrease")
-            load_entries(entry_ref.at[l], entry, ids_sm, ids_bar)
-            block = lax.rem(item_ref[w, BLOCK], int32(k_ref.shape[1] // C))
-            plgpu.copy_gmem_to_smem(k_ref.at[b, pl.ds(block * C, C), h], k_sm, k_bar)
-            plgpu.copy_gmem_to_smem(average_ref, average_sm, k_bar)
-            plgpu.barrier_wait(ids_bar)
-            query0 = origin_ref[b, 0]
-
-            @pl.loop(0, tiles)
-            def _(i):
-                slot = lax.rem(i, int32(ring))
-                pl.when(i >= ring)(lambda: plgpu.barrier_wait(free_bar.at[slot]))
-                lse_here = pl.ds(pl.multiple_of((entry + i * per_tile) * G, rows), rows)
-                plgpu.copy_gmem_to_smem(lse_ref.at[l, lse_here], lse_sm.at[slot], tile_bar.at[slot])
-                for j, (t, _, _) in enumerate(entries.of_tile(i)):
-                    plgpu.copy_gmem_to_smem(q_ref.at[b, query0 + t, h], q_sm.at[slot, pl.ds(j * G, G)], tile_bar.at[slot])
-
-            all_phases_seen(free_bar, jnp.maximum(tiles - ring, 0), tiles, simulated=simulated)
-
-        def consume():
+        @pl.when((wg < consumers) & (item.count > 0))
+        def _():
             plgpu.set_max_registers(tuning.REGISTERS[0], action="increase")
-            plgpu.barrier_wait(ids_bar)
-            plgpu.barrier_wait(k_bar)
-            mine = pl.ds(wg * _HALF, _HALF)
-            item = origin_ref[b, 1], item_ref[w, START], item_ref[w, ROWS]
+            _consume(inputs, item, entries, scratch, mean_ref, wg, scale2=scale * math.log2(math.e))
 
-            @pl.loop(0, tiles)
-            def _(i):
-                slot, out = lax.rem(i, int32(ring)), lax.rem(i, int32(2))
-                tile = [t for t, _, _ in entries.of_tile(i)]
-                plgpu.barrier_wait(tile_bar.at[slot])
+        @pl.when((wg == consumers) & (item.count > 0))
+        def _():
+            plgpu.set_max_registers(tuning.REGISTERS[1], action="decrease")
+            _produce(inputs, item, entries, scratch, simulated=interpret is not None)
 
-                def scores(acc):
-                    plgpu.wgmma(acc, k_sm.at[mine], q_sm.at[slot].T)
-                    return acc[...]
-
-                s_CX = pl.run_scoped(scores, plgpu.ACC((_HALF, rows), jnp.float32))
-                hidden, mask = visible(tile, first_ref.at[b], item, C, s_CX.shape, query_axis=1, key0=wg * _HALF)
-                s_CX = lax.cond(hidden, lambda s: jnp.where(mask(), s, _MASKED), lambda s: s, s_CX)
-                minus_lse_X = plgpu.load(lse_sm.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
-                p_CX = jnp.exp2(s_CX * scale2 + lax.broadcast_in_dim(minus_lse_X, s_CX.shape, [1])).astype(dtype)
-                if simulated:
-                    staging[0][wg] = p_CX
-                    plgpu.commit_smem()
-
-                def average(acc):
-                    plgpu.wgmma(acc, staging[0].at[wg] if simulated else p_CX, average_sm.T)
-                    return acc[...]
-
-                mean_CQ = pl.run_scoped(average, plgpu.ACC((_HALF, queries), jnp.float32))
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the buffer of two tiles ago has left
-                mean_sm.at[out, wg].T[...] = mean_CQ.astype(dtype)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(free_bar.at[slot])
-                target = mean_ref.at[l, pl.ds(entry + i * per_tile, per_tile), mine]
-                plgpu.copy_smem_to_gmem(mean_sm.at[out, wg, pl.ds(0, per_tile)], target)
-
-            plgpu.wait_smem_to_gmem(0)
-
-        pl.when((wg < consumers) & (tiles > 0))(consume)
-        pl.when((wg == consumers) & (tiles > 0))(produce)
-
-    scratch = [
-        plgpu.SMEM((ring, rows, H), dtype, transforms=TILED),
-        plgpu.SMEM((C, H), dtype, transforms=TILED),
-        plgpu.SMEM((ring, rows), jnp.float32),
-        plgpu.SMEM((per,), jnp.int32),
-        plgpu.SMEM((queries, rows), dtype, transforms=TILED),
-        plgpu.SMEM((2, consumers, queries, _HALF), dtype),
-        plgpu.Barrier(num_arrivals=load_arrivals(per)),  # producer -> all: the entries are there
-        plgpu.Barrier(num_arrivals=2),  # producer -> consumers: K and the averaging matrix are there
-        plgpu.Barrier(num_arrivals=per_tile + 1, num_barriers=ring),  # producer -> consumers: the slot's queries are there
-        plgpu.Barrier(num_arrivals=consumers, num_barriers=ring),  # consumers -> producer: the slot's queries have been read
-    ]
-    if simulated:
-        scratch.append(plgpu.SMEM((consumers, _HALF, rows), dtype, transforms=TILED))
     kernel = plgpu.kernel(
         index_kl_teacher,
         out_type=jax.ShapeDtypeStruct((L, P, C), dtype),
@@ -157,9 +185,9 @@ def teacher_means(
         grid_names=("w",),
         num_threads=consumers + 1,
         thread_name="wg",
-        scratch_types=scratch,
+        scratch_types=(_scratch_types(dtype, C=C, H=H, G=G, interpret=interpret),),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         **launch(interpret),
     )
     average = jnp.asarray(average_QX, dtype)
-    return kernel(q_BTKGH, k_BZKH, minus_lse_LX, average, index.entry_LP, index.item_WX, first_BT, origin_B2)
+    return kernel(_Inputs(q_BTKGH, k_BZKH, minus_lse_LX, average, index.entry_LP, *view), index.item_WX)
