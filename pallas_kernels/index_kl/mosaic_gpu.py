@@ -5,7 +5,7 @@ On the kept blocks (`sparse`), for a chunk of queries at a time: invert the sele
 (mosaic_gpu_gradient).  The chunk is as long as what its entries hold fits the budget of sparse_attention.
 
 Over the full prefix (`full`): log-sum-exp of teacher and student, then for a chunk of queries at a time their difference, whose products
-with ik and iq are the gradients (mosaic_gpu_prefix).
+with ik and iq are the gradients (mosaic_gpu_prefix, mosaic_gpu_prefix_difference).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from jax import lax
 
 from pallas_kernels.block_table import BlockTable, block_table
 from pallas_kernels.blocks import Layout, at_queries
-from pallas_kernels.index_kl import mosaic_gpu_prefix as prefix
+from pallas_kernels.index_kl import mosaic_gpu_prefix_difference as difference
 from pallas_kernels.index_kl import tuning
 from pallas_kernels.index_kl.mosaic_gpu_gradient import Statistics, student_gradient
+from pallas_kernels.index_kl.mosaic_gpu_prefix import Rows, prefix_lse
 from pallas_kernels.index_kl.mosaic_gpu_student import TILE, gather, gather_lists, log_sum_exp, of_chunk
 from pallas_kernels.index_kl.mosaic_gpu_teacher import gather_lse, teacher_means
 from pallas_kernels.inverse_index import InverseIndex, invert
@@ -142,9 +143,9 @@ def full(iq_BTKI, ik_BSI, q_BTNH, k_BSKH, weights_BT, layout: Layout, *, scale, 
     """(value, diq, dik) in float32 over the full prefix, for a cotangent of 1."""
     (B, T), (S, K) = q_BTNH.shape[:2], k_BSKH.shape[1:3]
     unit, weights_BT = normalised(weights_BT)
-    most = max(tuning.DIFFERENCE_BYTES // (B * K * S * iq_BTKI.dtype.itemsize), prefix.TILE)
+    most = max(tuning.DIFFERENCE_BYTES // (B * K * S * iq_BTKI.dtype.itemsize), TILE)
     chunks = -(-T // most)
-    length = -(-T // (chunks * prefix.TILE)) * prefix.TILE
+    length = -(-T // (chunks * TILE)) * TILE
 
     def padded(x, to, value=0):
         return jnp.pad(x, [(0, 0), (0, to - x.shape[1])] + [(0, 0)] * (x.ndim - 2), constant_values=value)
@@ -152,22 +153,22 @@ def full(iq_BTKI, ik_BSI, q_BTNH, k_BSKH, weights_BT, layout: Layout, *, scale, 
     real_BT = at_queries(layout.segments_BS, layout.index_BT) > 0
     first_BT = jnp.where(real_BT, layout.index_BT - at_queries(layout.positions_BS, layout.index_BT), 0)
     last_BT = jnp.where(real_BT, layout.index_BT, -1)
-    queries, keys = chunks * length, -(-S // prefix.OWNED) * prefix.OWNED
-    rows = prefix.Rows(padded(first_BT, queries), padded(last_BT, queries, -1))
+    queries, keys = chunks * length, -(-S // difference.OWNED) * difference.OWNED
+    rows = Rows(padded(first_BT, queries), padded(last_BT, queries, -1))
     # A key that no query sees has no part in any product, not even as NaN.
     seen_BS1 = ((layout.segments_BS > 0) & (jnp.arange(S) <= last_BT.max(axis=1, keepdims=True)))[..., None]
     ik_BSI = padded(jnp.where(seen_BS1, ik_BSI, 0), keys)
     k_BSKH = padded(jnp.where(seen_BS1[..., None], k_BSKH, 0), keys)
     iq_BTKI, q_BTNH = padded(iq_BTKI, queries), padded(q_BTNH, queries)
-    lse_BNT = prefix.prefix_lse(q_BTNH, k_BSKH, rows, scale=scale, interpret=interpret)
-    student_BKT = prefix.prefix_lse(iq_BTKI, ik_BSI[:, :, None], rows, scale=index_scale, interpret=interpret)
+    lse_BNT = prefix_lse(q_BTNH, k_BSKH, rows, scale=scale, interpret=interpret)
+    student_BKT = prefix_lse(iq_BTKI, ik_BSI[:, :, None], rows, scale=index_scale, interpret=interpret)
     sees_B1T = (rows.first_BT <= rows.last_BT)[:, None]
     weights_BT = padded(weights_BT, queries)
-    statistics = prefix.Statistics(jnp.where(sees_B1T, -lse_BNT, 0), jnp.where(sees_B1T, -student_BKT, 0), weights_BT)
+    statistics = difference.Statistics(jnp.where(sees_B1T, -lse_BNT, 0), jnp.where(sees_B1T, -student_BKT, 0), weights_BT)
 
     def one(dik_BSI, start):
         arrays = q_BTNH, k_BSKH, iq_BTKI, ik_BSI
-        value_BKYZ, ds_BKZS = prefix.prefix_difference(
+        value_BKYZ, ds_BKZS = difference.prefix_difference(
             arrays, statistics, rows, start, length, scale=scale, index_scale=index_scale, interpret=interpret
         )
         value = (value_BKYZ.sum(axis=(1, 2)) * lax.dynamic_slice_in_dim(weights_BT, start, length, axis=1)).sum()
