@@ -1,6 +1,6 @@
 """How fast are the GPU kernels of MSA, stage by stage, against dense attention in the same process?
 
-    python benchmarks/gpu_attention.py --lengths 8192 32768 131072 --out results/kernels/attention.jsonl
+    python -m benchmarks.gpu_attention --lengths 8192 32768 131072 --out results/kernels/attention.jsonl
 
 One row a measurement, printed and appended as JSON: milliseconds, TFLOP/s, percent of the stated limit, and ratios against dense cuDNN.
 FLOPs: forward 4 N H and backward 10 N H a (query, key) pair of the selected blocks, masked pairs of the local block counted; dense
@@ -12,6 +12,7 @@ Selections: "uniform" (the own block and R - 1 random earlier ones), "clustered"
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
 import subprocess
@@ -25,9 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks.attention_stages import ONE_CHUNK, stage_rows
 from pallas_kernels.block_select.api import block_select
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.index_kl.api import index_kl
+from pallas_kernels.index_kl.api import index_kl, sparse_attention_and_index_kl
 from pallas_kernels.sparse_attention.api import sparse_attention
 
 TFLOPS_LIMIT, BYTES_LIMIT = 790.0, 4.3e12
@@ -89,10 +91,10 @@ def milliseconds(f: Callable, *args, repeats: int = 10, rounds: int = 3) -> floa
 
 
 def with_gradients(f: Callable) -> Callable:
-    """f and its gradients for a cotangent of ones."""
+    """f and its gradients for a cotangent of ones; none for `constants`, which are arguments so that XLA does not fold them."""
 
-    def both(*arrays):
-        out, pullback = jax.vjp(f, *arrays)
+    def both(*arrays, constants=()):
+        out, pullback = jax.vjp(lambda *arrays: f(*arrays, *constants), *arrays)
         return out, pullback(jax.tree.map(jnp.ones_like, out))
 
     return jax.jit(both)
@@ -110,11 +112,12 @@ def check_parity(T: int = 1024) -> dict[str, float]:
     """
     x, ids = inputs(T), selection(jax.random.key(1), T=T, share=0.5)
 
-    def attend(q, k, v, *, implementation):
+    def attend(q, k, v, ids, *, implementation):
         return sparse_attention(q, k, v, ids, block_size=C, implementation=implementation)
 
-    found = with_gradients(functools.partial(attend, implementation="mosaic_gpu"))(*x[:3])
-    expected = with_gradients(functools.partial(attend, implementation="reference"))(*(y.astype(jnp.float32) for y in x[:3]))
+    found = with_gradients(functools.partial(attend, implementation="mosaic_gpu"))(*x[:3], constants=(ids,))
+    wide = (y.astype(jnp.float32) for y in x[:3])
+    expected = with_gradients(functools.partial(attend, implementation="reference"))(*wide, constants=(ids,))
     pairs = zip(("out", "lse", "dq", "dk", "dv"), jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     errors = {name: error_ratio(a, b) for name, a, b in pairs}
     if not all(error <= PARITY_LIMIT for error in errors.values()):
@@ -142,24 +145,31 @@ def measured(name: str, f: Callable, *args, repeats: int, **counts) -> Iterator[
 
 
 def sparse_rows(x: Inputs, ids: jax.Array, *, repeats: int) -> Iterator[dict]:
-    """select, forward, forward + backward, and what the index loss adds."""
+    """select, forward, forward + backward, and the index loss, alone and together with attention."""
     T = ids.shape[2]
     pairs = int((ids >= 0).sum()) * C * (N // K)
     forward_flops, index_flops = 4 * H * pairs, H * K * T * T
 
-    def attend(q, k, v):
+    def attend(q, k, v, ids):
         return sparse_attention(q, k, v, ids, **MOSAIC)
 
     def select(iq, ik):
         return block_select(iq, ik, num_blocks=R, **MOSAIC).ids
 
-    def loss(iq, ik):
-        return index_kl(iq, ik, *x[:2], ids, **MOSAIC)
+    def loss(iq, ik, q, k, ids):
+        return index_kl(iq, ik, q, k, ids, **MOSAIC)
 
+    def train(q, k, v, iq, ik, probe, ids):
+        return sparse_attention_and_index_kl(q, k, v, iq, ik, ids, probe=probe, **MOSAIC)
+
+    attend_both = functools.partial(with_gradients(attend), constants=(ids,))
+    loss_both = functools.partial(with_gradients(loss), constants=(*x[:2], ids))
+    train_both = functools.partial(with_gradients(train), constants=(ids,))
     yield from measured("block_select", jax.jit(select), x.iq_BTKI, x.ik_BSI, repeats=repeats, flops=index_flops)
-    yield from measured("attend forward", jax.jit(attend), *x[:3], repeats=repeats, flops=forward_flops)
-    yield from measured("attend forward + backward", with_gradients(attend), *x[:3], repeats=repeats, flops=3.5 * forward_flops)
-    yield from measured("index_kl with gradient", with_gradients(loss), x.iq_BTKI, x.ik_BSI, repeats=repeats)
+    yield from measured("attend forward", jax.jit(attend), *x[:3], ids, repeats=repeats, flops=forward_flops)
+    yield from measured("attend forward + backward", attend_both, *x[:3], repeats=repeats, flops=3.5 * forward_flops)
+    yield from measured("index_kl forward + backward", loss_both, x.iq_BTKI, x.ik_BSI, repeats=repeats)
+    yield from measured("attend and index_kl forward + backward", train_both, *x, jnp.float32(0), repeats=repeats)
 
 
 def dense_rows(x: Inputs, *, repeats: int, known: dict[str, tuple[int, float]]) -> Iterator[dict]:
@@ -210,9 +220,9 @@ def torch_rows(T: int, *, repeats: int) -> Iterator[dict]:
 
 
 def ratios(rows: list[dict]) -> Iterator[dict]:
-    """Dense time over MSA time for whole prefill attention and for training, index loss included."""
+    """Dense time over MSA time for whole prefill attention and for training, gradients and value of the index loss included."""
     ms = {row["stage"]: row["ms"] for row in rows if "ms" in row}
-    prefill, training = ("block_select", "attend forward"), ("block_select", "attend forward + backward", "index_kl with gradient")
+    prefill, training = ("block_select", "attend forward"), ("block_select", "attend and index_kl forward + backward")
     for name, dense, parts in (("prefill", "dense forward", prefill), ("training", "dense forward + backward", training)):
         if dense in ms and all(part in ms for part in parts):
             total = sum(ms[part] for part in parts)
@@ -238,6 +248,8 @@ def run(lengths: list[int], path: Path | None) -> Iterator[dict]:
         for name, ids in selections(T, path):
             rows = [{"T": T, "selection": name, **row} for row in sparse_rows(x, ids, repeats=repeats)]
             yield from rows
+            if T <= ONE_CHUNK:
+                yield from ({"T": T, "selection": name, **row} for row in stage_rows(x.q_BTNH, x.k_BSKH, x.v_BSKH, ids, milliseconds))
             yield from ({"T": T, "selection": name, **row} for row in ratios(dense + rows))
 
 
@@ -249,8 +261,8 @@ def main() -> None:
     arguments = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     about = {"commit": commit or None, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "shape": [N, K, H, C, R]}
-    rows = [{"stage": "parity", **{name: float(f"{error:.2e}") for name, error in check_parity().items()}}]
-    for row in (*rows, *run(arguments.lengths, arguments.ids)):
+    parity = {"stage": "parity", **{name: float(f"{error:.2e}") for name, error in check_parity().items()}}
+    for row in itertools.chain([parity], run(arguments.lengths, arguments.ids)):
         print(json.dumps(row), flush=True)
         if arguments.out:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -8,8 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.inverse_index import slot_bits
-from pallas_kernels.mosaic import row_values
+from pallas_kernels.inverse_index import BLOCK, COUNT, ENTRY, LIST, ROWS, START, slot_bits
+from pallas_kernels.mosaic import int32, row_values
 
 _BOX = 256  # a TMA box has at most 256 elements an axis
 
@@ -38,6 +38,29 @@ class Entries:
         packed = [self._ids[tile * self._per_tile + j] for j in range(self._per_tile)]
         safe = [jnp.maximum(e, 0) for e in packed]
         return [(lax.shift_right_logical(s, self._bits), s & ((1 << self._bits) - 1), e >= 0) for s, e in zip(safe, packed, strict=True)]
+
+
+class WorkItem:
+    """What a thread block works at: `tiles` tiles of entries of list `l` (batch row `b`, KV head `h`) that chose one kernel block.
+
+    `w` is its number, `wg` the warpgroup that asks.
+    """
+
+    def __init__(self, item_ref: Any, ids_sm: Any, *, num_kv_heads: int, slots: int, per_tile: int):
+        self._item, self.w, self.wg = item_ref, lax.axis_index("w"), lax.axis_index("wg")
+        self.tiles = lax.div(item_ref[self.w, COUNT] + (per_tile - 1), int32(per_tile))
+        self.l, self.first_entry = item_ref[self.w, LIST], item_ref[self.w, ENTRY]
+        self.b, self.h = lax.div(self.l, int32(num_kv_heads)), lax.rem(self.l, int32(num_kv_heads))
+        self.entries = Entries(ids_sm, slots, per_tile)
+
+    def slot_rows(self, slots_BZKH: Any, block_size: int) -> Any:
+        """The block's rows of keys or values in slots."""
+        block = lax.rem(self._item[self.w, BLOCK], int32(slots_BZKH.shape[1] // block_size))
+        return pl.ds(block * block_size, block_size)
+
+    def extent(self) -> tuple[jax.Array, jax.Array]:
+        """First key row of the block, and its rows."""
+        return self._item[self.w, START], self._item[self.w, ROWS]
 
 
 def visible(queries: list[jax.Array], first_T: Any, item: tuple, block_size: int, shape: tuple[int, int], *, query_axis: int, key0=0):

@@ -40,7 +40,7 @@ def _differentiable(forward: Callable, backward: Callable) -> Callable:
 REGISTERED = {
     "reference": dispatch.Implementation(reference.sparse_attention),
     "xla": dispatch.Implementation(_differentiable(xla.forward, xla.backward)),
-    "mosaic_gpu": dispatch.Implementation(mosaic_gpu.sparse_attention, mosaic_gpu.refuse),
+    "mosaic_gpu": dispatch.Implementation(_differentiable(mosaic_gpu.forward, mosaic_gpu.backward), mosaic_gpu.refuse),
 }
 
 

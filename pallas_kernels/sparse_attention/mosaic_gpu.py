@@ -1,6 +1,6 @@
 """sparse_attention on Hopper (sm_90a): which calls the kernels serve, and the order in which they run.
 
-Forward, for a chunk of queries at a time: split the selection into common and stray entries (mosaic_gpu_q_tile), invert the stray ones
+Forward, for a chunk of queries at a time: split the selection into common and stray entries (mosaic_gpu_split), invert the stray ones
 (inverse_index), run them KV-outer (mosaic_gpu_kv_outer), then walk the common blocks and merge (mosaic_gpu_q_tile). The chunk is as long
 as the parts of its entries fit tuning.BUDGET_BYTES.
 """
@@ -24,7 +24,8 @@ from pallas_kernels.mosaic_pieces import sum_pieces
 from pallas_kernels.sparse_attention import tuning
 from pallas_kernels.sparse_attention.mosaic_gpu_backward import backward_items, statistics, teacher_weights
 from pallas_kernels.sparse_attention.mosaic_gpu_kv_outer import kv_outer
-from pallas_kernels.sparse_attention.mosaic_gpu_q_tile import q_tile, split
+from pallas_kernels.sparse_attention.mosaic_gpu_q_tile import q_tile
+from pallas_kernels.sparse_attention.mosaic_gpu_split import split
 
 TEACHER_PAD = 64  # the kernels of index_kl take 64 entries of one block a tile
 
@@ -45,6 +46,8 @@ def refuse(
         return f"serves groups of 1, 2, 4, 8, 16 or 32 query heads a KV head, not {group}"
     if not 1 <= ids_BKTR.shape[-1] <= 32:
         return f"serves 1 to 32 blocks a query, not {ids_BKTR.shape[-1]}"
+    if k_BSKH.shape[1] // options["block_size"] > 1 << 15:
+        return f"numbers at most 32768 blocks a row, not the {k_BSKH.shape[1] // options['block_size']} of S={k_BSKH.shape[1]}"
     if options["scale"] <= 0:
         return f"takes the maximum of unscaled logits and so needs scale > 0, not {options['scale']}"
     return refuse_device(device_kind)
@@ -242,41 +245,20 @@ def backward_chunks(residuals, cotangents, layout: Layout, *, block_size: int, s
 
 @functools.partial(jax.jit, static_argnames=("block_size", "scale", "interpret"))
 def backward(
-    residuals: tuple[jax.Array, ...],
-    cotangents: tuple[jax.Array, jax.Array],
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    ids_BKTR: jax.Array,
     layout: Layout,
-    *,
+    *results_and_cotangents: jax.Array,
     block_size: int,
     scale: float,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dq, dk, dv) for residuals (q, k, v, ids, out, lse) and cotangents (dout, dlse)."""
+    """(dq, dk, dv), given also out, lse, dout and dlse."""
+    out_BTNH, lse_BTN, *cotangents = results_and_cotangents
+    residuals = q_BTNH, k_BSKH, v_BSKH, ids_BKTR, out_BTNH, lse_BTN
     return backward_chunks(residuals, cotangents, layout, block_size=block_size, scale=scale, interpret=interpret)[0]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attend(q_BTNH, k_BSKH, v_BSKH, ids_BKTR, layout, block_size, scale):
-    return forward(q_BTNH, k_BSKH, v_BSKH, ids_BKTR, layout, block_size=block_size, scale=scale)
-
-
-def _attend_forward(q_BTNH, k_BSKH, v_BSKH, ids_BKTR, layout, block_size, scale):
-    out_BTNH, lse_BTN = forward(q_BTNH, k_BSKH, v_BSKH, ids_BKTR, layout, block_size=block_size, scale=scale)
-    return (out_BTNH, lse_BTN), ((q_BTNH, k_BSKH, v_BSKH, ids_BKTR, out_BTNH, lse_BTN), layout)
-
-
-def _attend_backward(block_size, scale, residuals, cotangents):
-    arrays, layout = residuals
-    return *backward(arrays, cotangents, layout, block_size=block_size, scale=scale), None, None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-def sparse_attention(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ids_BKTR: jax.Array, layout: Layout, *, block_size: int, scale: float
-) -> tuple[jax.Array, jax.Array]:
-    """out and lse as api.py describes them, differentiable in q, k and v through both."""
-    return _attend(q_BTNH, k_BSKH, v_BSKH, ids_BKTR, layout, block_size, scale)
 
 
 def rows(x_BTKG: jax.Array, start: jax.Array, length: int) -> jax.Array:

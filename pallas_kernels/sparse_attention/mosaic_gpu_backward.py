@@ -18,6 +18,7 @@ in a fixed order. No atomics: two runs are bit-equal. Memory: queries * R * N * 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.inverse_index import BLOCK, COUNT, ENTRY, LIST, ROWS, START, InverseIndex, slot_bits
+from pallas_kernels.inverse_index import InverseIndex, slot_bits
 from pallas_kernels.mosaic import MASKED, TILED, all_phases_seen, int32, launch, store_where
-from pallas_kernels.mosaic_entries import Entries, load_arrivals, load_entries, visible
+from pallas_kernels.mosaic_entries import WorkItem, load_arrivals, load_entries, visible
 from pallas_kernels.sparse_attention import tuning
 
 KEYS = 64  # keys a consumer owns
@@ -50,6 +51,225 @@ def teacher_weights(group: int, padded: int, dtype: jnp.dtype) -> jax.Array:
     """[8, ROWS]: row i averages the real heads of the tile's i-th query."""
     row = np.arange(tuning.ROWS)
     return jnp.asarray(((row // padded == np.arange(TEACHER_ROWS)[:, None]) & (row % padded < group)) / group, dtype)
+
+
+class _Refs(NamedTuple):
+    """Operands, results and scratch, each in the order in which the launch passes them; None where there is no teacher."""
+
+    q: Any
+    dout: Any
+    k: Any
+    v: Any
+    entry: Any
+    item: Any
+    stats: Any
+    first: Any
+    origin: Any
+    weights: Any
+    dq: Any
+    dkv: Any
+    mean: Any
+    q_sm: Any
+    dout_sm: Any
+    k_sm: Any
+    v_sm: Any
+    ds_sm: Any
+    dq_sm: Any
+    stats_sm: Any
+    ids_sm: Any
+    ids_bar: Any
+    kv_bar: Any
+    q_bar: Any
+    free_bar: Any
+    ds_bar: Any
+    weights_sm: Any
+    mean_sm: Any
+    staging: Any  # simulator only
+
+    @staticmethod
+    def of(refs: tuple, *, teacher: bool, simulated: bool) -> _Refs:
+        refs = list(refs)
+        for place, there in ((9, teacher), (12, teacher), (26, teacher), (27, teacher), (28, simulated)):
+            if not there:
+                refs.insert(place, None)
+        return _Refs(*refs)
+
+
+class _Static(NamedTuple):
+    group: int
+    block_size: int
+    consumers: int
+    column_groups: int
+    scale: float
+    simulated: bool
+
+    @property
+    def per_tile(self) -> int:
+        return tuning.ROWS // self.group
+
+    def accumulated(self, acc: Any, pending: int) -> jax.Array:
+        """Reads an accumulator once at most `pending` later products are in flight; the simulator waits for all."""
+        return acc[...] if self.simulated else plgpu.wgmma_accumulator_load(acc, wait_n=pending)
+
+
+def _produce(refs: _Refs, item: WorkItem, static: _Static) -> None:
+    G, ring = static.group, tuning.BACKWARD_RING
+    plgpu.set_max_registers(tuning.BACKWARD_REGISTERS[static.consumers][1], action="decrease")
+    load_entries(refs.entry.at[item.l], item.first_entry, refs.ids_sm, refs.ids_bar)
+    here = item.slot_rows(refs.k, static.block_size)
+    if refs.weights is not None:
+        plgpu.copy_gmem_to_smem(refs.weights, refs.weights_sm, refs.kv_bar)
+    plgpu.copy_gmem_to_smem(refs.k.at[item.b, here, item.h], refs.k_sm, refs.kv_bar)
+    plgpu.copy_gmem_to_smem(refs.v.at[item.b, here, item.h], refs.v_sm, refs.kv_bar)
+    plgpu.barrier_wait(refs.ids_bar)
+    query0, tile0 = refs.origin[item.b, 0], lax.div(item.first_entry, int32(static.per_tile))
+
+    @pl.loop(0, item.tiles)
+    def _(i):
+        slot = lax.rem(i, int32(ring))
+        pl.when(i >= ring)(lambda: plgpu.barrier_wait(refs.free_bar.at[slot]))
+        plgpu.copy_gmem_to_smem(refs.stats.at[item.l, tile0 + i], refs.stats_sm.at[slot], refs.q_bar.at[slot])
+        for j, (t, _, _) in enumerate(item.entries.of_tile(i)):
+            place = pl.ds(j * G, G)
+            plgpu.copy_gmem_to_smem(refs.q.at[item.b, query0 + t, item.h], refs.q_sm.at[slot, place], refs.q_bar.at[slot])
+            plgpu.copy_gmem_to_smem(refs.dout.at[item.b, query0 + t, item.h], refs.dout_sm.at[slot, place], refs.q_bar.at[slot])
+
+    all_phases_seen(refs.free_bar, jnp.maximum(item.tiles - ring, 0), item.tiles, simulated=static.simulated)
+
+
+def _gradient_of_scores(i, dv_acc, where, refs: _Refs, item: WorkItem, static: _Static) -> jax.Array:
+    """P^T of the tile enters dV (and the teacher's means); returns dS^T."""
+    slot, shape, wg, dtype = lax.rem(i, int32(tuning.BACKWARD_RING)), (KEYS, tuning.ROWS), item.wg, refs.q_sm.dtype
+    mine, simulated = pl.ds(wg * KEYS, KEYS), static.simulated
+
+    def start(x):
+        return lax.broadcast_in_dim(plgpu.load(refs.stats_sm.at[slot, x], layout=plgpu.Layout.WGMMA.reduce(0)), shape, [1])
+
+    def body(s_acc, dp_acc):
+        # Both are set before the first product is issued: ptxas injects a wait where registers of an accumulator are written while
+        # another product is in flight. The simulator cannot set an accumulator.
+        if not simulated:
+            s_acc[...] = start(0)
+            dp_acc[...] = start(1)
+        plgpu.wgmma(s_acc, refs.k_sm.at[mine], refs.q_sm.at[slot].T)
+        plgpu.wgmma(dp_acc, refs.v_sm.at[mine], refs.dout_sm.at[slot].T)
+        s = static.accumulated(s_acc, 1)
+        s = s + start(0) if simulated else s
+        queries = [t for t, _, _ in item.entries.of_tile(i)]
+        hidden, mask = visible(queries, refs.first.at[item.b], where, static.block_size, shape, query_axis=1, key0=wg * KEYS)
+        s = lax.cond(hidden, lambda s: jnp.where(mask(), s, MASKED), lambda s: s, s)
+        p = jnp.exp2(s * (static.scale * math.log2(math.e)))
+        p16 = p.astype(dtype)
+        if simulated:
+            refs.staging[wg] = p16
+            plgpu.commit_smem()
+            p16 = refs.staging.at[wg]
+        if refs.weights is None:
+            plgpu.wgmma(dv_acc, p16, refs.dout_sm.at[slot])
+        else:
+            pl.run_scoped(lambda acc: teacher_means(acc, p16), plgpu.ACC((KEYS, TEACHER_ROWS), jnp.float32))
+        dp = static.accumulated(dp_acc, 1)
+        return p * (dp + start(1) if simulated else dp)
+
+    def teacher_means(mean_acc, p16):
+        # This buffer was last sent sends + 1 tiles ago, so that send is over.
+        plgpu.wgmma(mean_acc, p16, refs.weights_sm.T)
+        plgpu.wgmma(dv_acc, p16, refs.dout_sm.at[slot])
+        buffer = lax.rem(i, int32(tuning.BACKWARD_SENDS + 1))
+        refs.mean_sm.at[buffer, wg].T[...] = static.accumulated(mean_acc, 1).astype(dtype)
+
+    return pl.run_scoped(body, *[plgpu.ACC(shape, jnp.float32)] * 2).astype(dtype)
+
+
+def _send(i, column_groups: tuple, refs: _Refs, item: WorkItem, static: _Static) -> None:
+    """dQ of the tile, one box an entry and group of columns, and the teacher's means."""
+    sends, G, per_tile, neighbours = tuning.BACKWARD_SENDS, static.group, static.per_tile, tuning.NEIGHBOURS // static.group
+    buffer, tile = lax.rem(i, int32(sends)), item.entries.of_tile(i)
+    plgpu.commit_smem()
+    for columns in column_groups:
+        for j, (t, r, real) in enumerate(tile):
+            place = pl.ds(lax.rem(t, int32(neighbours)) * G, G)
+            target = refs.dq.at[item.l, lax.div(t, int32(neighbours)), r, place, pl.ds(columns * COLUMNS, COLUMNS)]
+            store_where(real, refs.dq_sm.at[buffer, columns, pl.ds(j * G, G)], target, simulated=static.simulated)
+    if refs.weights is not None:
+        source = refs.mean_sm.at[lax.rem(i, int32(sends + 1)), item.wg, pl.ds(0, per_tile)]
+        target = refs.mean.at[item.l, pl.ds(item.first_entry + i * per_tile, per_tile), pl.ds(item.wg * KEYS, KEYS)]
+        plgpu.copy_smem_to_gmem(source, target, commit_group=False)
+    plgpu.commit_smem_to_gmem_group()
+
+
+def _gradient_of_queries(i, column_groups: tuple, refs: _Refs, item: WorkItem, static: _Static) -> None:
+    """The given groups of columns of the tile's dQ; all products that read the ring slot are over before it is freed."""
+    sends, scores = tuning.BACKWARD_SENDS, lax.rem(i, int32(2))
+
+    def product(columns):
+        def body(acc):
+            plgpu.wgmma(acc, refs.ds_sm.at[scores].T, refs.k_sm.at[:, pl.ds(columns * COLUMNS, COLUMNS)])
+            return acc[...]
+
+        return (pl.run_scoped(body, plgpu.ACC((tuning.ROWS, COLUMNS), jnp.float32)) * static.scale).astype(refs.q_sm.dtype)
+
+    def store(columns, values):
+        refs.dq_sm[lax.rem(i, int32(sends)), columns] = values
+
+    def free_slot():
+        plgpu.barrier_arrive(refs.free_bar.at[lax.rem(i, int32(tuning.BACKWARD_RING))])
+
+    def buffer_is_read():
+        plgpu.wait_smem_to_gmem(sends - 1, wait_read_only=True)
+
+    if len(column_groups) <= 1:
+        dq16 = [product(columns) for columns in column_groups]
+        if not dq16 and not static.simulated:
+            plgpu.wgmma_wait(0)
+        free_slot()
+        buffer_is_read()
+        for columns, values in zip(column_groups, dq16, strict=True):
+            store(columns, values)
+    else:  # one after the other: registers do not hold them all
+        buffer_is_read()
+        for columns in column_groups:
+            store(columns, product(columns))
+        free_slot()
+    _send(i, column_groups, refs, item, static)
+
+
+def _consume(refs: _Refs, item: WorkItem, static: _Static) -> None:
+    consumers, wg = static.consumers, item.wg
+    plgpu.set_max_registers(tuning.BACKWARD_REGISTERS[consumers][0], action="increase")
+    plgpu.barrier_wait(refs.ids_bar)
+    plgpu.barrier_wait(refs.kv_bar)
+    mine = pl.ds(wg * KEYS, KEYS)
+    where = refs.origin[item.b, 1], *item.extent()
+
+    def gradient_of_queries(i, *column_groups):
+        _gradient_of_queries(i, column_groups, refs, item, static)
+
+    def walk(dk_acc, dv_acc):
+        @pl.loop(0, item.tiles)
+        def _(i):
+            slot, buffer = lax.rem(i, int32(tuning.BACKWARD_RING)), lax.rem(i, int32(2))
+            plgpu.barrier_wait(refs.q_bar.at[slot])
+            ds16 = _gradient_of_scores(i, dv_acc, where, refs, item, static)
+            refs.ds_sm[buffer, mine] = ds16
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(refs.ds_bar.at[buffer])
+            plgpu.wgmma(dk_acc, refs.ds_sm.at[buffer, mine] if static.simulated else ds16, refs.q_sm.at[slot])
+            # Two buffers of dS need no "free" barrier: a consumer arrives for tile i + 1 only after its dQ product of tile i.
+            plgpu.barrier_wait(refs.ds_bar.at[buffer])
+            if static.column_groups == consumers:
+                gradient_of_queries(i, wg)
+            elif consumers == 1:
+                gradient_of_queries(i, *range(static.column_groups))
+            else:  # one group of columns: the consumers take turns
+                lax.cond(lax.rem(i, int32(consumers)) == wg, lambda: gradient_of_queries(i, 0), lambda: gradient_of_queries(i))
+
+        return dk_acc[...], dv_acc[...]
+
+    dk, dv = pl.run_scoped(walk, *[plgpu.ACC((KEYS, refs.q_sm.shape[-1]), jnp.float32)] * 2)
+    refs.dkv[item.w, 0, mine] = dk * static.scale
+    refs.dkv[item.w, 1, mine] = dv
+    plgpu.wait_smem_to_gmem(0)
 
 
 def backward_items(
@@ -81,162 +301,14 @@ def backward_items(
     (_, _, K, G, H), (L, P), dtype = q_BTKGH.shape, index.entry_LP.shape, q_BTKGH.dtype
     rows, per, ring, sends = tuning.ROWS, tuning.BACKWARD_PER, tuning.BACKWARD_RING, tuning.BACKWARD_SENDS
     per_tile, neighbours, consumers, groups = rows // G, tuning.NEIGHBOURS // G, block_size // KEYS, H // COLUMNS
-    simulated = interpret is not None
-    scale2 = scale * math.log2(math.e)
-    by_column = plgpu.Layout.WGMMA.reduce(0)
     stats_LYXM, first_BT, origin_B2 = chunk
+    static = _Static(G, block_size, consumers, groups, scale, interpret is not None)
 
-    def accumulated(acc, pending):
-        """Reads an accumulator once at most `pending` later products are in flight; the simulator waits for all."""
-        return acc[...] if simulated else plgpu.wgmma_accumulator_load(acc, wait_n=pending)
-
-    def sparse_attention_backward(q_ref, dout_ref, k_ref, v_ref, entry_ref, item_ref, stats_ref, first_ref, origin_ref, *refs):
-        weights_ref, *refs = refs if teacher is not None else (None, *refs)
-        (dq_ref, dkv_ref, *teacher_refs), scratch = refs[: 2 + (teacher is not None)], refs[2 + (teacher is not None) :]
-        q_sm, dout_sm, k_sm, v_sm, ds_sm, dq_sm, stats_sm, ids_sm, ids_bar, kv_bar, q_bar, free_bar, ds_bar, *scratch = scratch
-        weights_sm, mean_sm, *scratch = scratch if teacher is not None else (None, None, *scratch)
-        staging = scratch[0] if simulated else None
-        w, wg = lax.axis_index("w"), lax.axis_index("wg")
-        tiles = lax.div(item_ref[w, COUNT] + (per_tile - 1), int32(per_tile))
-        l, first_entry = item_ref[w, LIST], item_ref[w, ENTRY]
-        b, h = lax.div(l, int32(K)), lax.rem(l, int32(K))
-        entries = Entries(ids_sm, slots, per_tile)
-
-        def produce():
-            plgpu.set_max_registers(tuning.BACKWARD_REGISTERS[1], action="decrease")
-            load_entries(entry_ref.at[l], first_entry, ids_sm, ids_bar)
-            block = lax.rem(item_ref[w, BLOCK], int32(k_ref.shape[1] // block_size))
-            here = pl.ds(block * block_size, block_size)
-            if teacher is not None:
-                plgpu.copy_gmem_to_smem(weights_ref, weights_sm, kv_bar)
-            plgpu.copy_gmem_to_smem(k_ref.at[b, here, h], k_sm, kv_bar)
-            plgpu.copy_gmem_to_smem(v_ref.at[b, here, h], v_sm, kv_bar)
-            plgpu.barrier_wait(ids_bar)
-            query0, tile0 = origin_ref[b, 0], lax.div(first_entry, int32(per_tile))
-
-            @pl.loop(0, tiles)
-            def _(i):
-                slot = lax.rem(i, int32(ring))
-                pl.when(i >= ring)(lambda: plgpu.barrier_wait(free_bar.at[slot]))
-                plgpu.copy_gmem_to_smem(stats_ref.at[l, tile0 + i], stats_sm.at[slot], q_bar.at[slot])
-                for j, (t, _, _) in enumerate(entries.of_tile(i)):
-                    place = pl.ds(j * G, G)
-                    plgpu.copy_gmem_to_smem(q_ref.at[b, query0 + t, h], q_sm.at[slot, place], q_bar.at[slot])
-                    plgpu.copy_gmem_to_smem(dout_ref.at[b, query0 + t, h], dout_sm.at[slot, place], q_bar.at[slot])
-
-            all_phases_seen(free_bar, jnp.maximum(tiles - ring, 0), tiles, simulated=simulated)
-
-        def gradients_of_scores(i, dv_acc, item, mine):
-            """p^T of the tile enters dV (and the teacher means); returns dS^T."""
-            slot, shape = lax.rem(i, int32(ring)), (KEYS, rows)
-
-            def start(x):
-                return lax.broadcast_in_dim(plgpu.load(stats_sm.at[slot, x], layout=by_column), shape, [1])
-
-            def body(s_acc, dp_acc):
-                # Both are set before the first product is issued: ptxas injects a wait where registers of an accumulator are written while
-                # another product is in flight. The simulator cannot set an accumulator.
-                if not simulated:
-                    s_acc[...] = start(0)
-                    dp_acc[...] = start(1)
-                plgpu.wgmma(s_acc, k_sm.at[mine], q_sm.at[slot].T)
-                plgpu.wgmma(dp_acc, v_sm.at[mine], dout_sm.at[slot].T)
-                s = accumulated(s_acc, 1)
-                s = s + start(0) if simulated else s
-                queries = [t for t, _, _ in entries.of_tile(i)]
-                hidden, mask = visible(queries, first_ref.at[b], item, block_size, shape, query_axis=1, key0=wg * KEYS)
-                s = lax.cond(hidden, lambda s: jnp.where(mask(), s, MASKED), lambda s: s, s)
-                p = jnp.exp2(s * scale2)
-                p16 = p.astype(dtype)
-                if simulated:
-                    staging[wg] = p16
-                    plgpu.commit_smem()
-                    p16 = staging.at[wg]
-                if teacher is None:
-                    plgpu.wgmma(dv_acc, p16, dout_sm.at[slot])
-                else:
-                    pl.run_scoped(lambda acc: teacher_means(i, acc, p16, dv_acc), plgpu.ACC((KEYS, TEACHER_ROWS), jnp.float32))
-                dp = accumulated(dp_acc, 1)
-                return p * (dp + start(1) if simulated else dp)
-
-            def teacher_means(i, mean_acc, p16, dv_acc):
-                # This buffer was last sent sends + 1 tiles ago, so that send is over.
-                plgpu.wgmma(mean_acc, p16, weights_sm.T)
-                plgpu.wgmma(dv_acc, p16, dout_sm.at[slot])
-                mean_sm.at[lax.rem(i, int32(sends + 1)), wg].T[...] = accumulated(mean_acc, 1).astype(dtype)
-
-            return pl.run_scoped(body, *[plgpu.ACC(shape, jnp.float32)] * 2).astype(dtype)
-
-        def send(i, dq16):
-            """dQ of the tile, one box an entry and group of columns, and the teacher means."""
-            plgpu.wait_smem_to_gmem(sends - 1, wait_read_only=True)  # the buffer has been read
-            buffer, tile = lax.rem(i, int32(sends)), entries.of_tile(i)
-            for columns, values in dq16:
-                dq_sm[buffer, columns] = values
-            plgpu.commit_smem()
-            for columns, _ in dq16:
-                for j, (t, r, real) in enumerate(tile):
-                    place = pl.ds(lax.rem(t, int32(neighbours)) * G, G)
-                    target = dq_ref.at[l, lax.div(t, int32(neighbours)), r, place, pl.ds(columns * COLUMNS, COLUMNS)]
-                    store_where(real, dq_sm.at[buffer, columns, pl.ds(j * G, G)], target, simulated=simulated)
-            if teacher is not None:
-                source = mean_sm.at[lax.rem(i, int32(sends + 1)), wg, pl.ds(0, per_tile)]
-                target = teacher_refs[0].at[l, pl.ds(first_entry + i * per_tile, per_tile), pl.ds(wg * KEYS, KEYS)]
-                plgpu.copy_smem_to_gmem(source, target, commit_group=False)
-            plgpu.commit_smem_to_gmem_group()
-
-        def gradient_of_queries(i, *groups_of_columns):
-            """The given groups of columns of the tile's dQ; all products that read the ring slot are over after it."""
-            buffer = lax.rem(i, int32(2))
-
-            def product(columns):
-                def body(acc):
-                    plgpu.wgmma(acc, ds_sm.at[buffer].T, k_sm.at[:, pl.ds(columns * COLUMNS, COLUMNS)])
-                    return acc[...]
-
-                return (pl.run_scoped(body, plgpu.ACC((rows, COLUMNS), jnp.float32)) * scale).astype(dtype)
-
-            dq16 = [(columns, product(columns)) for columns in groups_of_columns]
-            if not dq16 and not simulated:
-                plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(free_bar.at[lax.rem(i, int32(ring))])
-            send(i, dq16)
-
-        def consume():
-            plgpu.set_max_registers(tuning.BACKWARD_REGISTERS[0], action="increase")
-            plgpu.barrier_wait(ids_bar)
-            plgpu.barrier_wait(kv_bar)
-            mine = pl.ds(wg * KEYS, KEYS)
-            item = origin_ref[b, 1], item_ref[w, START], item_ref[w, ROWS]
-
-            def walk(dk_acc, dv_acc):
-                @pl.loop(0, tiles)
-                def _(i):
-                    slot, buffer = lax.rem(i, int32(ring)), lax.rem(i, int32(2))
-                    plgpu.barrier_wait(q_bar.at[slot])
-                    ds16 = gradients_of_scores(i, dv_acc, item, mine)
-                    ds_sm[buffer, mine] = ds16
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(ds_bar.at[buffer])
-                    plgpu.wgmma(dk_acc, ds_sm.at[buffer, mine] if simulated else ds16, q_sm.at[slot])
-                    # Two buffers of dS need no "free" barrier: a consumer arrives for tile i + 1 only after its dQ product of tile i.
-                    plgpu.barrier_wait(ds_bar.at[buffer])
-                    if groups == consumers:
-                        gradient_of_queries(i, wg)
-                    elif consumers == 1:
-                        gradient_of_queries(i, *range(groups))
-                    else:  # one group of columns: the consumers take turns
-                        lax.cond(lax.rem(i, int32(consumers)) == wg, lambda: gradient_of_queries(i, 0), lambda: gradient_of_queries(i))
-
-                return dk_acc[...], dv_acc[...]
-
-            dk, dv = pl.run_scoped(walk, *[plgpu.ACC((KEYS, H), jnp.float32)] * 2)
-            dkv_ref[w, 0, mine] = dk * scale
-            dkv_ref[w, 1, mine] = dv
-            plgpu.wait_smem_to_gmem(0)
-
-        pl.when((wg < consumers) & (tiles > 0))(consume)
-        pl.when((wg == consumers) & (tiles > 0))(produce)
+    def sparse_attention_backward(*refs):
+        refs = _Refs.of(refs, teacher=teacher is not None, simulated=static.simulated)
+        item = WorkItem(refs.item, refs.ids_sm, num_kv_heads=K, slots=slots, per_tile=per_tile)
+        pl.when((item.wg < consumers) & (item.tiles > 0))(lambda: _consume(refs, item, static))
+        pl.when((item.wg == consumers) & (item.tiles > 0))(lambda: _produce(refs, item, static))
 
     scratch = [
         plgpu.SMEM((ring, rows, H), dtype, transforms=TILED),
@@ -264,7 +336,7 @@ def backward_items(
             plgpu.SMEM((sends + 1, consumers, TEACHER_ROWS, KEYS), dtype),
         ]
         out_type.append(jax.ShapeDtypeStruct((L, P, block_size), dtype))
-    if simulated:
+    if static.simulated:
         scratch.append(plgpu.SMEM((consumers, KEYS, rows), dtype, transforms=TILED))
     kernel = plgpu.kernel(
         sparse_attention_backward,

@@ -14,6 +14,7 @@ Memory: the parts, queries * R * N * H * 2 bytes and 8 bytes of log-sum-exp for 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,104 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.inverse_index import BLOCK, COUNT, ENTRY, LIST, ROWS, START, InverseIndex
+from pallas_kernels.inverse_index import InverseIndex
 from pallas_kernels.mosaic import MASKED, TILED, all_phases_seen, int32, launch, product, register_product, store_where
-from pallas_kernels.mosaic_entries import Entries, load_arrivals, load_entries, visible
+from pallas_kernels.mosaic_entries import WorkItem, load_arrivals, load_entries, visible
 from pallas_kernels.sparse_attention import tuning
+
+
+class _Refs(NamedTuple):
+    """In the order in which the launch passes them."""
+
+    q: Any
+    k: Any
+    v: Any
+    entry: Any
+    item: Any
+    first: Any
+    origin: Any
+    part: Any
+    lse: Any
+    q_sm: Any
+    k_sm: Any
+    v_sm: Any
+    ids_sm: Any
+    lse_sm: Any
+    ids_bar: Any
+    kv_bar: Any
+    q_bar: Any
+    free_bar: Any
+    staging: Any = None  # simulator only
+
+
+class _Static(NamedTuple):
+    group: int
+    ring: int
+    block_size: int
+    scale2: float  # to base 2
+    windows: bool
+    simulated: bool
+
+
+def _produce(refs: _Refs, item: WorkItem, static: _Static) -> None:
+    plgpu.set_max_registers(tuning.FORWARD_REGISTERS[1], action="decrease")
+    load_entries(refs.entry.at[item.l], item.first_entry, refs.ids_sm, refs.ids_bar)
+    here = item.slot_rows(refs.k, static.block_size)
+    plgpu.copy_gmem_to_smem(refs.k.at[item.b, here, item.h], refs.k_sm, refs.kv_bar)
+    plgpu.copy_gmem_to_smem(refs.v.at[item.b, here, item.h], refs.v_sm, refs.kv_bar)
+    plgpu.barrier_wait(refs.ids_bar)
+    query0 = refs.origin[item.b, 0]
+
+    @pl.loop(0, item.tiles)
+    def _(i):
+        slot = lax.rem(i, int32(static.ring))
+        pl.when(i >= static.ring)(lambda: plgpu.barrier_wait(refs.free_bar.at[slot]))
+        for j, (t, _, _) in enumerate(item.entries.of_tile(i)):
+            target = refs.q_sm.at[slot, pl.ds(j * static.group, static.group)]
+            plgpu.copy_gmem_to_smem(refs.q.at[item.b, query0 + t, item.h], target, refs.q_bar.at[slot])
+
+    all_phases_seen(refs.free_bar, jnp.maximum(item.tiles - static.ring, 0), item.tiles, simulated=static.simulated)
+
+
+def _consume(refs: _Refs, item: WorkItem, static: _Static) -> None:
+    consumers, rows, wg = tuning.FORWARD_WARPGROUPS, tuning.ROWS, item.wg
+    G, per_tile, neighbours, dtype = static.group, rows // static.group, tuning.NEIGHBOURS // static.group, refs.q_sm.dtype
+    plgpu.set_max_registers(tuning.FORWARD_REGISTERS[0], action="increase")
+    plgpu.barrier_wait(refs.ids_bar)
+    plgpu.barrier_wait(refs.kv_bar)
+    mine = lax.div(item.tiles - wg + (consumers - 1), int32(consumers))
+    where = refs.origin[item.b, 1], *item.extent()
+
+    @pl.loop(0, mine)
+    def _(n):
+        i = n * consumers + wg
+        slot = lax.rem(i, int32(static.ring))
+        tile = item.entries.of_tile(i)
+        plgpu.barrier_wait(refs.q_bar.at[slot])
+        s = product(refs.q_sm.at[slot], refs.k_sm.T, rows, static.block_size)
+        if static.windows:
+            hidden, mask = visible([t for t, _, _ in tile], refs.first.at[item.b], where, static.block_size, s.shape, query_axis=0)
+            s = lax.cond(hidden, lambda s: jnp.where(mask(), s, MASKED), lambda s: s, s)
+        top = s.max(axis=1) * static.scale2
+        p = jnp.exp2(s * static.scale2 - lax.broadcast_in_dim(top, s.shape, [0]))
+        total = p.sum(axis=1)
+        o = register_product(p.astype(dtype), refs.v_sm, refs.staging.at[wg] if static.simulated else None)
+        refs.q_sm[slot] = (o * lax.broadcast_in_dim(1.0 / total, o.shape, [0])).astype(dtype)
+        refs.lse_sm[slot] = top + jnp.log2(total)
+        plgpu.commit_smem()
+        for j, (t, r, real) in enumerate(tile):
+            place = pl.ds(lax.rem(t, int32(neighbours)) * G, G)
+            target = refs.part.at[item.l, lax.div(t, int32(neighbours)), r, place]
+            store_where(real, refs.q_sm.at[slot, pl.ds(j * G, G)], target, simulated=static.simulated)
+        plgpu.copy_smem_to_gmem(refs.lse_sm.at[slot], refs.lse.at[item.l, lax.div(item.first_entry, int32(per_tile)) + i])
+        # At most the newest group is still being read: the slot of the tile before is free again.
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        pl.when(n > 0)(lambda: plgpu.barrier_arrive(refs.free_bar.at[lax.rem(i - consumers, int32(static.ring))]))
+
+    plgpu.wait_smem_to_gmem(0)
+    if static.simulated:
+        last = (mine - 1) * consumers + wg
+        pl.when(mine > 0)(lambda: plgpu.barrier_arrive(refs.free_bar.at[lax.rem(last, int32(static.ring))]))
 
 
 def kv_outer(
@@ -55,77 +150,14 @@ def kv_outer(
     (_, _, K, G, H), (L, P), dtype = q_BTKGH.shape, index.entry_LP.shape, q_BTKGH.dtype
     rows, per, consumers = tuning.ROWS, tuning.FORWARD_PER, tuning.FORWARD_WARPGROUPS
     per_tile, neighbours, ring = rows // G, tuning.NEIGHBOURS // G, consumers * tuning.FORWARD_SLOTS
-    simulated = interpret is not None
     first_BT, origin_B2 = chunk
-    scale2 = scale * math.log2(math.e)
+    static = _Static(G, ring, block_size, scale * math.log2(math.e), windows, interpret is not None)
 
-    def sparse_attention_kv_outer(q_ref, k_ref, v_ref, entry_ref, item_ref, first_ref, origin_ref, part_ref, lse_ref, *scratch):
-        q_sm, k_sm, v_sm, ids_sm, lse_sm, ids_bar, kv_bar, q_bar, free_bar, *staging = scratch
-        w, wg = lax.axis_index("w"), lax.axis_index("wg")
-        tiles = lax.div(item_ref[w, COUNT] + (per_tile - 1), int32(per_tile))
-        l, first_entry = item_ref[w, LIST], item_ref[w, ENTRY]
-        b, h = lax.div(l, int32(K)), lax.rem(l, int32(K))
-        entries = Entries(ids_sm, slots, per_tile)
-
-        def produce():
-            plgpu.set_max_registers(tuning.FORWARD_REGISTERS[1], action="decrease")
-            load_entries(entry_ref.at[l], first_entry, ids_sm, ids_bar)
-            block = lax.rem(item_ref[w, BLOCK], int32(k_ref.shape[1] // block_size))
-            here = pl.ds(block * block_size, block_size)
-            plgpu.copy_gmem_to_smem(k_ref.at[b, here, h], k_sm, kv_bar)
-            plgpu.copy_gmem_to_smem(v_ref.at[b, here, h], v_sm, kv_bar)
-            plgpu.barrier_wait(ids_bar)
-            query0 = origin_ref[b, 0]
-
-            @pl.loop(0, tiles)
-            def _(i):
-                slot = lax.rem(i, int32(ring))
-                pl.when(i >= ring)(lambda: plgpu.barrier_wait(free_bar.at[slot]))
-                for j, (t, _, _) in enumerate(entries.of_tile(i)):
-                    plgpu.copy_gmem_to_smem(q_ref.at[b, query0 + t, h], q_sm.at[slot, pl.ds(j * G, G)], q_bar.at[slot])
-
-            all_phases_seen(free_bar, jnp.maximum(tiles - ring, 0), tiles, simulated=simulated)
-
-        def consume():
-            plgpu.set_max_registers(tuning.FORWARD_REGISTERS[0], action="increase")
-            plgpu.barrier_wait(ids_bar)
-            plgpu.barrier_wait(kv_bar)
-            mine = lax.div(tiles - wg + (consumers - 1), int32(consumers))
-            item = origin_ref[b, 1], item_ref[w, START], item_ref[w, ROWS]
-
-            @pl.loop(0, mine)
-            def _(n):
-                i = n * consumers + wg
-                slot = lax.rem(i, int32(ring))
-                tile = entries.of_tile(i)
-                plgpu.barrier_wait(q_bar.at[slot])
-                s = product(q_sm.at[slot], k_sm.T, rows, block_size)
-                if windows:
-                    hidden, mask = visible([t for t, _, _ in tile], first_ref.at[b], item, block_size, s.shape, query_axis=0)
-                    s = lax.cond(hidden, lambda s: jnp.where(mask(), s, MASKED), lambda s: s, s)
-                top = s.max(axis=1) * scale2
-                p = jnp.exp2(s * scale2 - lax.broadcast_in_dim(top, s.shape, [0]))
-                total = p.sum(axis=1)
-                o = register_product(p.astype(dtype), v_sm, staging[0].at[wg] if simulated else None)
-                q_sm[slot] = (o * lax.broadcast_in_dim(1.0 / total, o.shape, [0])).astype(dtype)
-                lse_sm[slot] = top + jnp.log2(total)
-                plgpu.commit_smem()
-                for j, (t, r, real) in enumerate(tile):
-                    place = pl.ds(lax.rem(t, int32(neighbours)) * G, G)
-                    target = part_ref.at[l, lax.div(t, int32(neighbours)), r, place]
-                    store_where(real, q_sm.at[slot, pl.ds(j * G, G)], target, simulated=simulated)
-                plgpu.copy_smem_to_gmem(lse_sm.at[slot], lse_ref.at[l, lax.div(first_entry, int32(per_tile)) + i])
-                # At most the newest group is still being read: the slot of the tile before is free again.
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                pl.when(n > 0)(lambda: plgpu.barrier_arrive(free_bar.at[lax.rem(i - consumers, int32(ring))]))
-
-            plgpu.wait_smem_to_gmem(0)
-            if simulated:
-                last = (mine - 1) * consumers + wg
-                pl.when(mine > 0)(lambda: plgpu.barrier_arrive(free_bar.at[lax.rem(last, int32(ring))]))
-
-        pl.when((wg < consumers) & (tiles > 0))(consume)
-        pl.when((wg == consumers) & (tiles > 0))(produce)
+    def sparse_attention_kv_outer(*refs):
+        refs = _Refs(*refs)
+        item = WorkItem(refs.item, refs.ids_sm, num_kv_heads=K, slots=slots, per_tile=per_tile)
+        pl.when((item.wg < consumers) & (item.tiles > 0))(lambda: _consume(refs, item, static))
+        pl.when((item.wg == consumers) & (item.tiles > 0))(lambda: _produce(refs, item, static))
 
     scratch = [
         plgpu.SMEM((ring, rows, H), dtype, transforms=TILED),
@@ -138,7 +170,7 @@ def kv_outer(
         plgpu.Barrier(num_arrivals=per_tile, num_barriers=ring),  # producer -> consumer: the slot's queries are there
         plgpu.Barrier(num_barriers=ring),  # consumer -> producer: the slot's output has left
     ]
-    if simulated:
+    if static.simulated:
         scratch.append(plgpu.SMEM((consumers, rows, block_size), dtype, transforms=TILED))
     queries = first_BT.shape[1]
     kernel = plgpu.kernel(

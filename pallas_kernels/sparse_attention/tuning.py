@@ -14,7 +14,7 @@ FORWARD_REGISTERS = (160, 32)  # consumers, producer: 3 * 160 + 32 = 512, all th
 BACKWARD_PER = 1024
 BACKWARD_RING = 2
 BACKWARD_SENDS = 2  # buffers of dQ on their way out
-BACKWARD_REGISTERS = (240, 24)  # 2 * 240 + 24 = 504
+BACKWARD_REGISTERS = {2: (240, 24), 1: (256, 24)}  # by consumers; 2 * 240 + 24 = 504, all that three warpgroups get
 
 # Partial results of a chunk of queries may take this much memory.
 BUDGET_BYTES = 9 * 2**30

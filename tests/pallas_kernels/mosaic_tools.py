@@ -66,7 +66,8 @@ def _subprocess(arguments: list[str], seconds: float, **environment: str) -> str
 def simulate(script: str, case: str) -> None:
     """Runs `script case` in a process of its own: after a failure in the simulator other threads can hang."""
     # On few cores the simulator's thread pool starves and correct kernels hang.
-    _subprocess([script, case], 300, NPROC="16")
+    log = _subprocess([script, case], 300, NPROC="16")
+    assert "RACE DETECTED" not in log, f"{case}:\n{log}"
 
 
 class Assembled(NamedTuple):
