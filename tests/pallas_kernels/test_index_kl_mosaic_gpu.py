@@ -190,6 +190,45 @@ def test_student_log_sum_exp_on_the_gpu(name):
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
+def far_end(T: int, implementation: str) -> tuple[list, list]:
+    """Value and gradients where only the last 64 of T queries count, and those of the 256 keys that these keep: they must be equal."""
+    K, G, H, C = 2, 16, 128, 128
+    dtype = jnp.bfloat16 if implementation == "mosaic_gpu" else jnp.float32
+    keys = jax.random.split(jax.random.key(1), 4)
+    sizes = ((T, K, H), (T, H), (T, K * G, H), (T, K, H))
+    iq, ik, q, k = (jax.random.normal(key, (1, *size), dtype) for key, size in zip(keys, sizes, strict=True))
+    own_T = jnp.arange(T, dtype=jnp.int32) // C
+    ids = jnp.broadcast_to(jnp.stack([jnp.where(own_T > 0, 0, -1), own_T], axis=-1), (1, K, T, 2))
+    weights = (jnp.arange(T) >= T - 64)[None].astype(jnp.float32)
+
+    def run(iq, ik, q, k, ids, weights, implementation):
+        def value(iq, ik):
+            return index_kl(iq, ik, q, k, ids, block_size=C, weights_BT=weights, implementation=implementation)
+
+        value, (diq, dik) = jax.jit(jax.value_and_grad(value, argnums=(0, 1)))(iq, ik)
+        return [value, diq[:, -64:], dik[:, :C], dik[:, -C:]]
+
+    got = run(iq, ik, q, k, ids, weights, implementation)
+    ends = (jnp.concatenate([x[:, :C], x[:, -C:]], axis=1).astype(jnp.float32) for x in (ik, k))
+    ik, k = ends
+    last = (x[:, -64:].astype(jnp.float32) for x in (iq, q))
+    iq, q = last
+    ids = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32), (1, K, 64, 2))
+    return got, run(iq, ik, q, k, ids, weights[:, -64:], "reference")
+
+
+def test_far_end_of_a_thousand_tokens():
+    for got, want in zip(*far_end(1024, "xla"), strict=True):
+        assert error_ratio(got, want) < 1e-5
+
+
+@pytest.mark.gpu
+def test_far_end_of_a_million_tokens_on_the_gpu():
+    """q has 2^32 elements: an offset of 32 bits would read other queries."""
+    for got, want in zip(*far_end(1 << 20, "mosaic_gpu"), strict=True):
+        assert error_ratio(got, want) <= LIMIT
+
+
 def layout_of(case: Case, segments):
     return make_layout(case.T, case.S or case.T, case.B, segments, None, case.offset)
 
