@@ -21,6 +21,7 @@ from pallas_kernels.blocks import Layout
 from pallas_kernels.inverse_index import InverseIndex, invert
 from pallas_kernels.mosaic import refuse_device
 from pallas_kernels.mosaic_pieces import sum_pieces
+from pallas_kernels.numerics import vary_alike
 from pallas_kernels.sparse_attention import tuning
 from pallas_kernels.sparse_attention.mosaic_gpu_backward import backward_items, statistics, teacher_weights
 from pallas_kernels.sparse_attention.mosaic_gpu_kv_outer import kv_outer
@@ -151,7 +152,8 @@ def forward(
         return forward_chunk(q_BTKGH, k_BZKH, v_BZKH, chunk_number, chunk_table, origin_B2, **static)
 
     out, lse = each_chunk(one, -(-T // length))
-    return heads.ungroup(out[:, :T]), heads.ungroup(lse[:, :T])
+    # Inside shard_map what a kernel returns counts as equal on all devices, and its cotangent would be summed over them.
+    return vary_alike((heads.ungroup(out[:, :T]), heads.ungroup(lse[:, :T]), q_BTNH))[:2]
 
 
 def each_chunk(one, chunks: int):
@@ -228,19 +230,20 @@ def backward_chunks(residuals, cotangents, layout: Layout, *, block_size: int, s
         return (dkv, added), (dq, joined)
 
     def add(total, chunk):
-        summed, joined = one(chunk)
+        (summed, joined), _ = vary_alike((one(chunk), q_BTNH))
         return jax.tree.map(jnp.add, total, summed), joined
 
     if chunks == 1:
         summed, joined = one(jnp.int32(0))
     else:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, jnp.int32(0))[0])
+        zeros, _ = vary_alike((zeros, q_BTNH))
         summed, stacked = lax.scan(add, zeros, jnp.arange(chunks, dtype=jnp.int32))
         joined = joined_chunks(stacked)
     (dkv_LJCH, added), (dq_BTKGH, joined) = summed, jax.tree.map(lambda x: x[:, :T], joined)
     dkv_XBZKH = dkv_LJCH.reshape(B, K, -1, 2, block_size, H).transpose(3, 0, 2, 4, 1, 5).reshape(2, B, -1, K, H)
     dk_BSKH, dv_BSKH = (table.from_slots(x, S).astype(k_BSKH.dtype) for x in dkv_XBZKH)
-    return (heads.ungroup(dq_BTKGH), dk_BSKH, dv_BSKH), (added, joined)
+    return vary_alike((((heads.ungroup(dq_BTKGH), dk_BSKH, dv_BSKH), (added, joined)), q_BTNH))[0]
 
 
 @functools.partial(jax.jit, static_argnames=("block_size", "scale", "interpret"))

@@ -7,6 +7,7 @@ table) are always stray: there KV-outer masks both ends.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -54,7 +55,8 @@ def split(number_LTR: jax.Array, table: BlockTable, *, neighbours: int, threshol
     query_U = jnp.arange(U, dtype=jnp.int32) // R
     head = common & (bits_LnU & ((1 << query_U) - 1) == 0)
 
-    places = min(U, -(-(U // threshold + neighbours) // 32) * 32)
+    # Neighbours stand in at most two full blocks of their own.
+    places = min(U, math.ceil((U // threshold + 2) / 32) * 32)
     before_UU = (jnp.arange(U)[:, None] < jnp.arange(U)).astype(jnp.bfloat16)
     rank_LnU = jnp.einsum("lnu,uv->lnv", head.astype(jnp.bfloat16), before_UU, preferred_element_type=jnp.float32)
     rank_LnU = jnp.where(head, rank_LnU.astype(jnp.int32), -1)

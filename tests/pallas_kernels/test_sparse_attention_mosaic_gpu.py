@@ -137,7 +137,7 @@ def test_outputs_and_gradients_lower_for_an_h200(case):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("transform", ["remat", "vmap", "scan"])
+@pytest.mark.parametrize("transform", ["vmap", *(pytest.param(name, marks=pytest.mark.slow) for name in ("remat", "scan"))])
 def test_transformations_lower_for_an_h200(transform):
     q, k, v, ids, *_ = SIMULATED["plain"].arrays()
 
@@ -154,6 +154,7 @@ def test_transformations_lower_for_an_h200(transform):
 
 
 @needs_mosaic
+@pytest.mark.slow
 def test_a_million_tokens_lower_for_an_h200():
     case = Case(T=1 << 20, K=4, H=128, C=128, R=16)
     q, k = (jax.ShapeDtypeStruct((1, case.T, heads, case.H), jnp.bfloat16) for heads in (case.K * case.G, case.K))
