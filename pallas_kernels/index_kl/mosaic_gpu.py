@@ -27,7 +27,7 @@ from pallas_kernels.index_kl.mosaic_gpu_student import TILE, gather, gather_list
 from pallas_kernels.index_kl.mosaic_gpu_teacher import gather_lse, teacher_means
 from pallas_kernels.inverse_index import InverseIndex, invert
 from pallas_kernels.mosaic_pieces import sum_pieces
-from pallas_kernels.numerics import einsum
+from pallas_kernels.numerics import einsum, vary_alike
 from pallas_kernels.sparse_attention import mosaic_gpu as attention
 
 
@@ -128,7 +128,7 @@ def sparse(
         return dik_BZI + more_BZI, (value, diq_BTKI)
 
     chunks = -(-T // length)
-    dik_BZI = jnp.zeros(slots_BZI.shape, jnp.float32)
+    dik_BZI, _ = vary_alike((jnp.zeros(slots_BZI.shape, jnp.float32), slots_BZI))
     if chunks == 1:
         dik_BZI, (value, diq_BTKI) = one(dik_BZI, jnp.int32(0))
     else:
@@ -176,7 +176,7 @@ def full(iq_BTKI, ik_BSI, q_BTNH, k_BSKH, weights_BT, layout: Layout, *, scale, 
         iq_BZKI = lax.dynamic_slice_in_dim(iq_BTKI, start, length, axis=1)
         return dik_BSI + einsum("bkzs,bzki->bsi", ds_BKZS, iq_BZKI), (value, diq_BZKI)
 
-    dik_BSI = jnp.zeros(ik_BSI.shape, jnp.float32)
+    dik_BSI, _ = vary_alike((jnp.zeros(ik_BSI.shape, jnp.float32), ik_BSI))
     dik_BSI, (values, diq) = lax.scan(one, dik_BSI, jnp.arange(chunks, dtype=jnp.int32) * length)
     diq_BTKI = jnp.moveaxis(diq, 0, 1).reshape(B, queries, K, -1)[:, :T]
     return values.sum() * (unit / K * math.log(2)), diq_BTKI * (unit * index_scale / K), dik_BSI[:, :S] * (unit * index_scale / K)

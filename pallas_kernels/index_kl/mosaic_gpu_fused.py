@@ -17,6 +17,7 @@ from pallas_kernels.blocks import Layout
 from pallas_kernels.index_kl.mosaic_gpu import index_kl, normalised, value_and_gradient
 from pallas_kernels.index_kl.mosaic_gpu import refuse as refuse_index_kl
 from pallas_kernels.index_kl.mosaic_gpu_student import of_chunk
+from pallas_kernels.numerics import vary_alike
 from pallas_kernels.sparse_attention import mosaic_gpu as attention
 
 
@@ -63,13 +64,14 @@ def _attend(q_BTNH, k_BSKH, v_BSKH, iq_BTKI, ik_BSI, probe, constants, block_siz
     """out, lse and 0, whose gradients are those of the index loss and, by the probe, its value."""
     ids_BKTR, _, layout = constants
     out_BTNH, lse_BTN = attention.forward(q_BTNH, k_BSKH, v_BSKH, ids_BKTR, layout, block_size=block_size, scale=scale)
-    return out_BTNH, lse_BTN, jnp.float32(0)
+    return vary_alike((out_BTNH, lse_BTN, jnp.float32(0)))
 
 
 def _forward(q_BTNH, k_BSKH, v_BSKH, iq_BTKI, ik_BSI, probe, constants, block_size, scale, index_scale):
     ids_BKTR, _, layout = constants
     out_BTNH, lse_BTN = attention.forward(q_BTNH, k_BSKH, v_BSKH, ids_BKTR, layout, block_size=block_size, scale=scale)
-    return (out_BTNH, lse_BTN, jnp.float32(0)), ((q_BTNH, k_BSKH, v_BSKH, ids_BKTR, out_BTNH, lse_BTN), iq_BTKI, ik_BSI, constants)
+    attended = q_BTNH, k_BSKH, v_BSKH, ids_BKTR, out_BTNH, lse_BTN
+    return vary_alike((out_BTNH, lse_BTN, jnp.float32(0))), (attended, iq_BTKI, ik_BSI, constants)
 
 
 def _backward(block_size, scale, index_scale, residuals, cotangents):
@@ -78,7 +80,7 @@ def _backward(block_size, scale, index_scale, residuals, cotangents):
     static = {"block_size": block_size, "scale": scale, "index_scale": index_scale}
     (dq, dk, dv), (value, diq, dik) = backward(attended, tuple(attended_cotangents), iq_BTKI, ik_BSI, weights_BT, layout, **static)
     diq, dik = ((cotangent * x).astype(iq_BTKI.dtype) for x in (diq, dik))
-    return dq, dk, dv, diq, dik, cotangent * value, None
+    return *vary_alike((dq, dk, dv, diq, dik, cotangent * value)), None
 
 
 _attend.defvjp(_forward, _backward)

@@ -39,10 +39,12 @@ dnn_version_info { major: 9 minor: 12 } runtime_version { major: 13 minor: 0 pat
 """
 
 
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+
+
 def h200() -> Any:
     """Context in which kernels lower for an H200 although none is present."""
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=H200))
 
 
 def shapes(tree: Any) -> Any:

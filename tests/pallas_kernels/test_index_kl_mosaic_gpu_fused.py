@@ -1,5 +1,6 @@
 """sparse_attention_and_index_kl: every implementation equals the two ops in turn, with and without a probe."""
 
+import functools
 import sys
 from unittest import mock
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import mosaic_tools
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec, use_abstract_mesh
 from mosaic_tools import error_ratio, needs_mosaic, pack
 
 from pallas_kernels.block_select.api import block_select
@@ -76,6 +78,31 @@ def test_lowers_for_an_h200(probed, budget):
 
     with mock.patch.object(mosaic_gpu.attention.tuning, "BUDGET_BYTES", budget):
         mosaic_tools.lower(value_and_gradients, ids, segments, *x, jnp.float32(0))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("budget", [1 << 34, 1 << 22], ids=["one_chunk", "chunks"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_lowers_in_shard_map(kept, budget):
+    """Types must agree on what varies over the mesh, or the cotangents of kernels' results would be summed over it."""
+    mesh = AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,), abstract_device=mosaic_tools.H200)
+    x = jax.eval_shape(lambda: jax.tree.map(lambda x: jnp.concatenate([x, x]), arrays(512, 2, 16, 128, "bfloat16")))
+
+    def gradients(ids, q, k, v, iq, ik):
+        if kept:
+            options = {"block_size": 128, "denominator": 1.0, "implementation": "mosaic_gpu"}
+            return fused(ids, options, True)(q, k, v, iq, ik, jax.lax.pcast(jnp.float32(0), ("d",), to="varying"))[1][:5]
+        prefix = functools.partial(index_kl, ids_BKTR=None, block_size=128, denominator=1.0, implementation="mosaic_gpu")
+        return jax.grad(lambda iq, ik: prefix(iq, ik, q, k), argnums=(0, 1))(iq, ik)
+
+    ids = jax.ShapeDtypeStruct((2, 2, 512, 3), jnp.int32)
+    sharded = jax.shard_map(gradients, in_specs=(PartitionSpec("d"),) * 6, out_specs=(PartitionSpec("d"),) * (5 if kept else 2))
+    with (
+        mock.patch.object(mosaic_gpu.attention.tuning, "BUDGET_BYTES", budget),
+        mock.patch.object(mosaic_gpu.tuning, "DIFFERENCE_BYTES", budget // 4),
+        use_abstract_mesh(mesh),
+    ):
+        jax.jit(sharded).trace(ids, *x).lower(lowering_platforms=("cuda",))
 
 
 @needs_mosaic
