@@ -272,6 +272,33 @@ def _consume(refs: _Refs, item: WorkItem, static: _Static) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
+def _scratch(static: _Static, H: int, dtype: jnp.dtype, *, teacher: bool) -> list:
+    """In the order of _Refs."""
+    rows, ring, sends = tuning.ROWS, tuning.BACKWARD_RING, tuning.BACKWARD_SENDS
+    block_size, consumers = static.block_size, static.consumers
+    scratch = [
+        plgpu.SMEM((ring, rows, H), dtype, transforms=TILED),
+        plgpu.SMEM((ring, rows, H), dtype, transforms=TILED),
+        plgpu.SMEM((block_size, H), dtype, transforms=TILED),
+        plgpu.SMEM((block_size, H), dtype, transforms=TILED),
+        plgpu.SMEM((2, block_size, rows), dtype, transforms=TILED),
+        plgpu.SMEM((sends, static.column_groups, rows, COLUMNS), dtype, transforms=TILED),
+        plgpu.SMEM((ring, 2, rows), jnp.float32),
+        plgpu.SMEM((tuning.BACKWARD_PER,), jnp.int32),
+        plgpu.Barrier(num_arrivals=load_arrivals(tuning.BACKWARD_PER)),  # producer -> all: the entries
+        plgpu.Barrier(num_arrivals=2 + teacher),  # producer -> consumers: K and V
+        plgpu.Barrier(num_arrivals=2 * static.per_tile + 1, num_barriers=ring),  # producer -> consumers: Q, dO and statistics of the slot
+        plgpu.Barrier(num_arrivals=consumers, num_barriers=ring),  # consumers -> producer: the slot is read
+        plgpu.Barrier(num_arrivals=consumers, num_barriers=2),  # consumers -> consumers: dS of the tile is complete
+    ]
+    if teacher:
+        scratch.append(plgpu.SMEM((TEACHER_ROWS, rows), dtype, transforms=TILED))
+        scratch.append(plgpu.SMEM((sends + 1, consumers, TEACHER_ROWS, KEYS), dtype))
+    if static.simulated:
+        scratch.append(plgpu.SMEM((consumers, KEYS, rows), dtype, transforms=TILED))
+    return scratch
+
+
 def backward_items(
     q_BTKGH: jax.Array,
     dout_BTKGH: jax.Array,
@@ -299,45 +326,23 @@ def backward_items(
       with `teacher` also the mean over the group's heads of p, [L, P, C] in list order, padding unwritten.
     """
     (_, _, K, G, H), (L, P), dtype = q_BTKGH.shape, index.entry_LP.shape, q_BTKGH.dtype
-    rows, per, ring, sends = tuning.ROWS, tuning.BACKWARD_PER, tuning.BACKWARD_RING, tuning.BACKWARD_SENDS
-    per_tile, neighbours, consumers, groups = rows // G, tuning.NEIGHBOURS // G, block_size // KEYS, H // COLUMNS
+    neighbours, consumers = tuning.NEIGHBOURS // G, block_size // KEYS
     stats_LYXM, first_BT, origin_B2 = chunk
-    static = _Static(G, block_size, consumers, groups, scale, interpret is not None)
+    static = _Static(G, block_size, consumers, H // COLUMNS, scale, interpret is not None)
 
     def sparse_attention_backward(*refs):
         refs = _Refs.of(refs, teacher=teacher is not None, simulated=static.simulated)
-        item = WorkItem(refs.item, refs.ids_sm, num_kv_heads=K, slots=slots, per_tile=per_tile)
+        item = WorkItem(refs.item, refs.ids_sm, num_kv_heads=K, slots=slots, per_tile=static.per_tile)
         pl.when((item.wg < consumers) & (item.tiles > 0))(lambda: _consume(refs, item, static))
         pl.when((item.wg == consumers) & (item.tiles > 0))(lambda: _produce(refs, item, static))
 
-    scratch = [
-        plgpu.SMEM((ring, rows, H), dtype, transforms=TILED),
-        plgpu.SMEM((ring, rows, H), dtype, transforms=TILED),
-        plgpu.SMEM((block_size, H), dtype, transforms=TILED),
-        plgpu.SMEM((block_size, H), dtype, transforms=TILED),
-        plgpu.SMEM((2, block_size, rows), dtype, transforms=TILED),
-        plgpu.SMEM((sends, groups, rows, COLUMNS), dtype, transforms=TILED),
-        plgpu.SMEM((ring, 2, rows), jnp.float32),
-        plgpu.SMEM((per,), jnp.int32),
-        plgpu.Barrier(num_arrivals=load_arrivals(per)),  # producer -> all: the entries
-        plgpu.Barrier(num_arrivals=2 + (teacher is not None)),  # producer -> consumers: K and V
-        plgpu.Barrier(num_arrivals=2 * per_tile + 1, num_barriers=ring),  # producer -> consumers: Q, dO and statistics of the slot
-        plgpu.Barrier(num_arrivals=consumers, num_barriers=ring),  # consumers -> producer: the slot is read
-        plgpu.Barrier(num_arrivals=consumers, num_barriers=2),  # consumers -> consumers: dS of the tile is complete
-    ]
     W, queries = index.item_WX.shape[0], first_BT.shape[1]
     out_type = [
         jax.ShapeDtypeStruct((L, queries // neighbours, slots, neighbours * G, H), dtype),
         jax.ShapeDtypeStruct((W, 2, block_size, H), jnp.float32),
     ]
     if teacher is not None:
-        scratch += [
-            plgpu.SMEM((TEACHER_ROWS, rows), dtype, transforms=TILED),
-            plgpu.SMEM((sends + 1, consumers, TEACHER_ROWS, KEYS), dtype),
-        ]
         out_type.append(jax.ShapeDtypeStruct((L, P, block_size), dtype))
-    if static.simulated:
-        scratch.append(plgpu.SMEM((consumers, KEYS, rows), dtype, transforms=TILED))
     kernel = plgpu.kernel(
         sparse_attention_backward,
         out_type=tuple(out_type),
@@ -345,7 +350,7 @@ def backward_items(
         grid_names=("w",),
         num_threads=consumers + 1,
         thread_name="wg",
-        scratch_types=scratch,
+        scratch_types=_scratch(static, H, dtype, teacher=teacher is not None),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         **launch(interpret),
     )
