@@ -68,7 +68,7 @@ SIMULATED = {
     "kept": Case(),
     "kept_documents": Case(segments=((0, 5), (1, 100), (2, 3), (3, 148))),
     "kept_wide_blocks": Case(T=384, H=128, I=64, C=128, G=2),
-    "kept_wide_index": Case(T=256, I=128, C=128, ids="first"),
+    "kept_wide_index": Case(T=256, I=128, C=128, R=4, ids="first"),
     "prefix": Case(T=192, G=2, R=None),
     "prefix_documents": Case(T=192, G=2, R=None, segments=((0, 5), (1, 100), (2, 3), (3, 84))),
     "prefix_offset": Case(T=70, S=192, offset=50, G=1, K=2, R=None),
