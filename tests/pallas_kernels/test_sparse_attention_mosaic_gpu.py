@@ -76,7 +76,6 @@ SIMULATED = {
     "wide_blocks": Case(T=160, C=128),
     "wide_heads": Case(H=128),
     "wide": Case(T=160, H=128, C=128),
-    "one_block": Case(ids="same"),
 }
 SERVED = {
     "paper": Case(T=1024, K=4, H=128, C=128, R=16, ids="shared"),
