@@ -9,12 +9,12 @@ import dataclasses
 import math
 from typing import Any
 
-from msa_jax.config_tree import ConfigError, config_hash, difference, flatten, from_dict, load, override, to_dict
+from msa_jax.config_tree import ConfigError, config_hash, difference, flatten, from_dict, load, override, parse_changes, to_dict
 
 __all__ = [
     "ConfigError", "DataConfig", "EvalConfig", "Experiment", "GroupConfig", "ModelConfig", "MsaConfig", "OptimConfig",
     "StreamConfig", "TrainConfig", "VisionConfig", "config_hash", "difference", "flatten", "from_dict", "load", "override",
-    "smoke", "to_dict",
+    "parse_changes", "smoke", "to_dict",
 ]  # fmt: skip
 
 KINDS = {"D": "dense GQA", "M": "MiniMax Sparse Attention"}

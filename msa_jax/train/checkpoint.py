@@ -54,10 +54,10 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.directory / f"{step:08d}"
 
-    def save(self, state: TrainState, data_state: dict[str, Any]) -> None:
+    def save(self, state: TrainState, data_state: bytes) -> None:
         """Starts to save `state` under its step; returns when its arrays are copied, so that they may be donated.
 
-        `data_state` is the data iterator's position in plain JSON values. A step that has its checkpoint is left alone.
+        `data_state` is the data iterator's position, text in UTF-8. A step that has its checkpoint is left alone.
         Raises CheckpointError if this save cannot start or the one before it failed.
         """
         self.wait()
@@ -66,7 +66,7 @@ class Checkpoints:
             return
         self._remove_leftovers()
         trees = {PARAMS: named_arrays(state.params), TRAINING: named_arrays(_training(state))}
-        metadata = {"format_version": FORMAT_VERSION, "data": data_state}
+        metadata = {"format_version": FORMAT_VERSION, "data": data_state.decode()}
         # folders are made before returning: a failure to make them in the background would only be seen as a time-out
         context = ocp.Context()
         context.asynchronous.create_directories_asynchronously = False
@@ -84,7 +84,7 @@ class Checkpoints:
         for old in self.steps()[: -self._keep]:
             self._delete(self.path(old))
 
-    def restore(self, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
+    def restore(self, abstract: TrainState, step: int | None = None) -> tuple[TrainState, bytes]:
         """(state, data position) of `step`, or of the latest. `abstract` gives structure, shapes and dtypes.
 
         Raises CheckpointError for a missing step, another format version, or arrays that differ from `abstract`.
@@ -94,7 +94,7 @@ class Checkpoints:
         trees = self._load(path, metadata, {PARAMS: abstract.params, TRAINING: abstract_training})
         training = trees[TRAINING]
         state = TrainState(training["step"], trees[PARAMS], training["opt_state"], jax.random.wrap_key_data(training["key"]))
-        return state, metadata.custom_metadata["data"]
+        return state, metadata.custom_metadata["data"].encode()
 
     def restore_params(self, abstract_params: nnx.State, step: int | None = None) -> nnx.State:
         """Only the parameters, as evaluation and generation need them. Raises as `restore`."""

@@ -15,7 +15,7 @@ class Progress:
 
     def __init__(self, total: int, start: int = 0, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False)
-        self._total, self._start, self._began, self._last_line = total, start, time.monotonic(), -PLAIN_SECONDS
+        self._total, self._first, self._last_line = total, None, -PLAIN_SECONDS
         self._bar = RichProgress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[figures]}"), TimeRemainingColumn(),
             TextColumn("left"), console=self._console, disable=not self._console.is_terminal,
@@ -36,8 +36,12 @@ class Progress:
         now = time.monotonic()
         if not self._console.is_terminal and (now - self._last_line >= PLAIN_SECONDS or step == self._total):
             self._last_line = now
-            left = (now - self._began) / (step - self._start) * (self._total - step)
-            self.say(f"step {step}/{self._total}  {figures}  {left / 60:.1f} min left")
+            self.say(f"step {step}/{self._total}  {figures}{self._left(step, now)}")
+
+    def _left(self, step: int, now: float) -> str:
+        """Unknown at the first step, which came after compilation."""
+        first_step, began = self._first = self._first or (step, now)
+        return f"  {(now - began) / (step - first_step) * (self._total - step) / 60:.1f} min left" if step > first_step else ""
 
     def say(self, text: str) -> None:
         """A line above the bar."""

@@ -59,6 +59,20 @@ class Records:
             self._board.add_scalar(name, value, step)
 
 
+class NotLearned(RuntimeError):
+    """A smoke run whose loss did not fall."""
+
+
+def check_learning(folder: Path) -> str:
+    """One line about the language loss of the first and the last five steps. Raises NotLearned unless it fell."""
+    losses = [json.loads(line)["loss/lm"] for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
+    first, last = (sum(few) / len(few) for few in (losses[:5], losses[-5:]))
+    line = f"language loss {first:.3f} -> {last:.3f} nats a token (means of the first and the last five of {len(losses)} steps)"
+    if not last < first:
+        raise NotLearned(f"{line}: it did not fall")
+    return line
+
+
 def _or_null(value: float) -> float | None:
     """JSON has neither NaN nor infinity."""
     return value if math.isfinite(value) else None

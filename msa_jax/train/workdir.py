@@ -8,8 +8,11 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
 import socket
+import subprocess
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from msa_jax.config import Experiment, config_hash, difference, to_dict
 
 FORMAT = 1
 CONFIG, LOCK = "config.json", "lock"
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 class WorkdirError(ValueError):
@@ -45,6 +49,21 @@ def open_workdir(path: str | Path, experiment: Experiment, facts: Mapping[str, A
         _claim(path, experiment)
         record(path, facts)
         yield path
+
+
+def provenance(repository: Path) -> dict[str, Any]:
+    """{"commit": ..., "versions": {...}}: what makes a number quotable. A commit that ends in "+" had uncommitted changes."""
+    return {"commit": _commit(repository), "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}}
+
+
+def _commit(repository: Path) -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(repository), *arguments], check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return "unknown"  # no git, or the sources came without their history
 
 
 def record(path: Path, facts: Mapping[str, Any]) -> None:

@@ -53,11 +53,11 @@ class Batches:
         self._next += 1
         return make_batch(self._experiment, self._next - 1)
 
-    def get_state(self) -> dict[str, Any]:
-        return {"next": self._next}
+    def get_state(self) -> bytes:
+        return str(self._next).encode()
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._next = state["next"]
+    def set_state(self, state: bytes) -> None:
+        self._next = int(state)
 
 
 def make_batch(experiment: Experiment, number: int) -> Batch:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from msa_jax.config import Experiment, config_hash, override, to_dict
-from msa_jax.train.workdir import WorkdirError, open_workdir, record
+from msa_jax.train.workdir import WorkdirError, open_workdir, provenance, record
 
 FACTS = {"commit": "abc", "device": "cpu"}
 
@@ -106,3 +106,16 @@ def test_facts_that_change_on_the_way_are_all_kept(tmp_path: Path, experiment: E
     assert content["commit"] == "abc"
     assert content["implementations"] == {"index_kl": "xla"}
     assert content["resumed_with"] == [{"commit": "def"}]
+
+
+def test_provenance_names_commit_and_versions(tmp_path: Path) -> None:
+    assert provenance(tmp_path)["commit"] == "unknown"
+    assert {"jax", "flax", "python"} <= set(provenance(tmp_path)["versions"])
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    (tmp_path / "file").write_text("1")
+    for command in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *command], check=True)
+    commit = provenance(tmp_path)["commit"]
+    assert len(commit) == 40
+    (tmp_path / "file").write_text("2")
+    assert provenance(tmp_path)["commit"] == commit + "+"
