@@ -75,10 +75,12 @@ def fit(
                 return state
             with jax.transfer_guard("disallow"):
                 batch = jax.device_put(next(batches))
-                key = phase_at(experiment, step), *(stream.rows_at(step) for stream in experiment.data.streams)
+                phase = phase_at(experiment, step)
+                key = phase, *(stream.rows_at(step) for stream in experiment.data.streams)
                 if key not in programs:
                     log.flush()
-                    programs[key] = compile_step(experiment, graphdef, tx, sources, state, batch)
+                    train_step = make_train_step(experiment, graphdef, tx, phase, sources)
+                    programs[key] = jax.jit(train_step, donate_argnums=0).lower(state, batch).compile()
                     log.restart()
                 state, metrics = programs[key](state, batch)
                 step += 1
@@ -101,20 +103,6 @@ def start(experiment: Experiment, tx: optax.GradientTransformation, checkpoints:
     state, position = checkpoints.restore(jax.eval_shape(initial))
     batches.set_state(position)
     return state
-
-
-def compile_step(
-    experiment: Experiment,
-    graphdef: nnx.GraphDef,
-    tx: optax.GradientTransformation,
-    sources: Sequence[str],
-    state: TrainState,
-    batch: Batch,
-) -> TrainStep:
-    """The step for the phase of `state` and the shapes of `batch`; it takes over the memory of the state it is given."""
-    phase = phase_at(experiment, int(jax.device_get(state.step)))
-    train_step = make_train_step(experiment, graphdef, tx, phase, sources)
-    return jax.jit(train_step, donate_argnums=0).lower(state, batch).compile()
 
 
 def evaluate(

@@ -19,7 +19,7 @@ from typing import Any
 from msa_jax.config import Experiment, config_hash, difference, to_dict
 
 FORMAT = 1
-CONFIG, LOCK = "config.json", "lock"
+CONFIG, UNFINISHED, LOCK = "config.json", "config.json.new", "lock"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -37,7 +37,7 @@ def open_workdir(path: str | Path, experiment: Experiment, facts: Mapping[str, A
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise WorkdirError(f"{path} is a file; --workdir names a folder")
-    if path.is_dir() and not (path / CONFIG).exists() and {entry.name for entry in path.iterdir()} - {LOCK}:
+    if path.is_dir() and not (path / CONFIG).exists() and {entry.name for entry in path.iterdir()} - {LOCK, UNFINISHED}:
         raise WorkdirError(f"{path} holds other files and no {CONFIG}; choose another --workdir")
     with contextlib.ExitStack() as stack:
         path.mkdir(parents=True, exist_ok=True)
@@ -91,9 +91,8 @@ def _claim(path: Path, experiment: Experiment) -> None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    new = path / (CONFIG + ".new")
-    new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(new, path / CONFIG)
+    (path / UNFINISHED).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(path / UNFINISHED, path / CONFIG)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,13 @@ def test_a_new_folder_gets_its_configuration(tmp_path: Path, experiment: Experim
     }
 
 
+def test_a_run_that_was_killed_while_it_made_its_folder_starts_anew(tmp_path: Path, experiment: Experiment) -> None:
+    for name in ("lock", "config.json.new"):
+        (tmp_path / name).write_text("{")
+    with open_workdir(tmp_path, experiment, FACTS) as folder:
+        assert json.loads((folder / "config.json").read_text())["hash"] == config_hash(experiment)
+
+
 def test_the_same_configuration_may_come_back(tmp_path: Path, experiment: Experiment) -> None:
     for _ in range(2):
         with open_workdir(tmp_path, experiment, FACTS) as folder:
