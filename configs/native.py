@@ -36,10 +36,10 @@ def config() -> Experiment:
         data=DataConfig(
             pack="data/small",
             sequence_length=512,
-            streams=(StreamConfig("text", rows=((0, 4),)), StreamConfig("captions", kind="captions", rows=((0, 4),))),
+            streams=(StreamConfig("text", rows=((0, 4),)), StreamConfig("captions", kind="captions", rows=((0, 4),), loss_weight=4.0)),
         ),
         optim=OptimConfig(
-            learning_rate=3e-3, warmup_steps=30, decay_fraction=0.3, final_fraction=0.05, index=GroupConfig(weight_decay=0.0)
+            learning_rate=5e-3, warmup_steps=20, decay_fraction=0.3, final_fraction=0.05, b2=0.98, index=GroupConfig(weight_decay=0.0)
         ),
         train=TrainConfig(steps=400, index_warmup_steps=60, kl_weight=1.0, checkpoint_every=100),
         eval=EvalConfig(text_rows=16, pictures=100, candidates=50),

@@ -188,9 +188,11 @@ class StreamConfig:
     kind: str = "text"  # "text", or "captions": pictures with their names
     rows: tuple[tuple[int, int], ...] = ((0, 8),)
     sources: tuple[str, ...] = ()  # of the pack; () = all of this kind
+    loss_weight: float = 1.0  # of each predicted token, beside those of the other streams
 
     def __post_init__(self) -> None:
         _require(self.kind in ("text", "captions"), f"StreamConfig {self.name!r}: kind={self.kind!r}; choose text or captions")
+        _require_above_zero(self, "loss_weight")
         starts = [start for start, _ in self.rows]
         _require(
             bool(self.rows) and starts[0] == 0 and starts == sorted(set(starts)) and all(n >= 0 for _, n in self.rows),
