@@ -49,11 +49,12 @@ def require_sizes(op: str, **arrays: jax.Array) -> dict[str, int]:
     return {letter: size for letter, (size, _) in sizes.items()}
 
 
-def require_ids(op: str, ids_BKTR: jax.Array) -> None:
-    require(
-        jnp.issubdtype(ids_BKTR.dtype, jnp.integer),
-        f"{op}: ids have dtype {ids_BKTR.dtype}; they must be integers, as block_select returns them",
-    )
+def require_ids(op: str, **arrays: jax.Array) -> None:
+    for name, array in arrays.items():
+        require(
+            jnp.issubdtype(array.dtype, jnp.integer),
+            f"{op}: {name} has dtype {array.dtype}; block ids are integers, as block_select returns them",
+        )
 
 
 def require_groups(op: str, num_heads: int, num_kv_heads: int) -> None:

@@ -42,7 +42,9 @@ class Dense(NamedTuple):
 
     def spread(self, p_BKZGS: jax.Array, q_BKZGH: jax.Array, total_BKSH: jax.Array) -> jax.Array:
         # As q^T p: on the CPU several times faster than p^T q, into which the compiler would turn it but for the barrier.
-        product_BKHS = jax.lax.optimization_barrier(einsum("bkzgh,bkzgs->bkhs", q_BKZGH, p_BKZGS))
+        rows = (*q_BKZGH.shape[:2], -1)
+        q_BKTH, p_BKTS = q_BKZGH.reshape(*rows, q_BKZGH.shape[-1]), p_BKZGS.reshape(*rows, p_BKZGS.shape[-1])
+        product_BKHS = jax.lax.optimization_barrier(einsum("bkth,bkts->bkhs", q_BKTH, p_BKTS))
         return total_BKSH + product_BKHS.swapaxes(2, 3)
 
 

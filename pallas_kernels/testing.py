@@ -23,8 +23,8 @@ def error_ratio(value: ArrayLike, reference: ArrayLike) -> float:
         assert not np.isnan(array).any(), f"the {side} holds {np.isnan(array).sum()} NaN"
     infinite = np.isinf(value) | np.isinf(reference)
     assert (value[infinite] == reference[infinite]).all(), "infinities differ"
-    error = np.sqrt(np.mean((value - reference)[~infinite] ** 2)) if not infinite.all() else 0.0
-    size = np.sqrt(np.mean(reference[~infinite] ** 2)) if not infinite.all() else 0.0
+    value, reference = value[~infinite], reference[~infinite]
+    error, size = np.linalg.norm(value - reference), np.linalg.norm(reference)
     return float(error / size) if size else float(np.inf if error else 0.0)
 
 
@@ -91,10 +91,18 @@ def _with_positions(segments_BS: np.ndarray) -> dict[str, np.ndarray]:
     return {"segments": segments_BS, "positions": positions_BS}
 
 
+def _continued(case: Case) -> dict[str, np.ndarray]:
+    """Two documents, the first of which goes on from a part that is not in the row: it starts at position C + 1."""
+    segments_BS = _segments(case, (1, 3), before=1)
+    positions_BS = _with_positions(segments_BS)["positions"]
+    return {"segments": segments_BS, "positions": np.where(segments_BS == 1, positions_BS + case.C + 1, positions_BS)}
+
+
 LAYOUTS = {
     "one": lambda case: {},
     "packed": lambda case: {"segments": _segments(case, (5, 1, 7, 3))},
     "packed with positions": lambda case: _with_positions(_segments(case, (2, 9, 4), before=1, after=2)),
+    "continued": _continued,
     "left padding": lambda case: {"segments": _segments(case, (1,), before=3)},
     "right padding": lambda case: {"segments": _segments(case, (1,), after=3)},
     "offset": lambda case: {"q_offset": np.linspace(0, case.S - case.T, case.B).astype(np.int32)},

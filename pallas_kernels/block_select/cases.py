@@ -16,12 +16,13 @@ CASES = (
     Case("tail of a block", T=43, S=43, R=3, I=16),
     Case("packed", T=43, S=43, R=3, layout="packed"),
     Case("packed with positions", T=43, S=43, R=3, B=3, layout="packed with positions"),
+    Case("continued document", T=43, S=43, R=3, layout="continued"),
     Case("decode", T=1, S=43, R=3),
     Case("chunk of a prompt", T=6, S=43, R=3, layout="offset"),
     Case("chunk of packed prompts", T=6, S=43, R=3, layout="packed, offset"),
     Case("ties", T=64, S=64, R=4, I=2, layout="packed", integers=True),
     Case("block wider than the keys", T=5, S=5, C=16, R=1),
-    Case("chunks of queries and keys", T=600, S=1101, K=2, B=1, C=64, R=4, layout="packed"),
+    Case("chunks of queries and keys", T=600, S=1101, K=1, C=64, R=4, layout="packed"),
 )
 
 

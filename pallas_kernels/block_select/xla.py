@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import Layout, Reach, in_reach, reach
+from pallas_kernels.blocks import Layout, Reach, in_reach
 from pallas_kernels.chunks import by_group, finite, for_heads, key_view, logits, row_elements, scan_queries
 from pallas_kernels.numerics import accumulator, einsum, masked_softmax
 
@@ -44,7 +44,7 @@ def block_select(
         return carry, ids_BKZR.swapaxes(1, 2)
 
     elements = batch * iq_BTKI.shape[2] * max(chunk_frames * block_size, num_frames)
-    _, ids_BTKR = scan_queries(select, None, elements, (iq_BTKI, reach(layout)))
+    _, ids_BTKR = scan_queries(select, None, elements, (iq_BTKI, layout.reach))
     ids_BKTR = ids_BTKR.swapaxes(1, 2)
     return ids_BKTR, _support_lse(iq_BTKI, ik_BSI, ids_BKTR, layout, block_size, scale).astype(jnp.float32)
 
@@ -129,4 +129,4 @@ def _support_lse(iq_BTKI: jax.Array, ik_BSI: jax.Array, ids_BKTR: jax.Array, lay
         return carry, lse_BKZ11[..., 0, 0].swapaxes(1, 2)
 
     elements = row_elements(ids_BKTR, ik_BKSI, num_kv_heads, ik_BSI.shape[-1], block_size)
-    return scan_queries(lse, None, elements, (iq_BTKI, ids_BKTR.swapaxes(1, 2), reach(layout)))[1].swapaxes(1, 2)
+    return scan_queries(lse, None, elements, (iq_BTKI, ids_BKTR.swapaxes(1, 2), layout.reach))[1].swapaxes(1, 2)

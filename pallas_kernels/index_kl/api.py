@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.blocks import at_queries
 from pallas_kernels.checks import checked_layout, require, require_block_size, require_float, require_groups, require_ids, require_sizes
 from pallas_kernels.index_kl import reference, xla
 from pallas_kernels.numerics import accumulator
@@ -88,17 +87,17 @@ def index_kl(
     Raises:
       ValueError: shapes or numbers that contradict each other. Unsupported: see pallas_kernels.dispatch.
     """
-    sizes = require_sizes(OP, iq_BTKI=iq_BTKI, ik_BSI=ik_BSI, q_BTNH=q_BTNH, k_BSKH=k_BSKH)
-    require_float(OP, iq_BTKI=iq_BTKI, ik_BSI=ik_BSI, q_BTNH=q_BTNH, k_BSKH=k_BSKH)
-    if ids_BKTR is not None:
-        require_sizes(OP, iq_BTK=iq_BTKI[..., 0], ids_BKTR=ids_BKTR)
-        require_ids(OP, ids_BKTR)
+    vectors = {"iq_BTKI": iq_BTKI, "ik_BSI": ik_BSI, "q_BTNH": q_BTNH, "k_BSKH": k_BSKH}
+    require_float(OP, **vectors)
+    ids = {} if ids_BKTR is None else {"ids_BKTR": ids_BKTR}
+    require_ids(OP, **ids)
+    sizes = require_sizes(OP, **vectors, **ids)
     require_block_size(OP, sizes["S"], block_size)
     require_groups(OP, sizes["N"], sizes["K"])
     layout = checked_layout(OP, sizes, segments, positions, q_offset)
     dtype = accumulator(iq_BTKI, ik_BSI, q_BTNH, k_BSKH)
     if weights_BT is None:
-        weights_BT = at_queries(layout.segments_BS, layout.index_BT) > 0
+        weights_BT = layout.reach.count_BT > 0
     require(
         jnp.shape(weights_BT) == (sizes["B"], sizes["T"]),
         f"{OP}: weights_BT has shape {jnp.shape(weights_BT)}; it must be [B, T] = {(sizes['B'], sizes['T'])}",

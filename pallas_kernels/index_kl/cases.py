@@ -16,10 +16,11 @@ CASES = (
     Case("gathered", T=43, S=43, G=16, K=1, I=40),
     Case("gathered, packed", T=43, S=43, H=40, I=16, layout="packed"),
     Case("masked, packed with positions", T=43, S=43, R=3, B=3, layout="packed with positions"),
+    Case("gathered, continued document", T=43, S=43, layout="continued"),
     Case("decode", T=1, S=43, G=4),
     Case("gathered chunk of packed prompts", T=6, S=43, layout="packed, offset"),
-    Case("chunks of queries, masked", T=20, S=2048, B=1, K=1, G=32, C=256, R=2),
-    Case("chunks of queries, gathered", T=41, S=1100, B=1, K=2, G=2, H=64, C=64, R=4, layout="packed, offset"),
+    Case("chunks of queries, masked", T=20, S=1024, K=1, G=32, C=128, R=2),
+    Case("chunks of queries, gathered", T=41, S=1100, K=1, G=2, H=64, C=64, R=4, layout="packed, offset"),
 )
 
 

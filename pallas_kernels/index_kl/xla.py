@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import Layout, reach
+from pallas_kernels.blocks import Layout
 from pallas_kernels.chunks import Dense, Gathered, by_group, finite, for_heads, key_view, logits, row_elements, scan_queries
 from pallas_kernels.numerics import accumulator, masked_softmax
 
@@ -65,6 +65,6 @@ def index_kl(
     width = max(k_BSKH.shape[-1], ik_BSI.shape[-1])
     elements = row_elements(ids_BKTR, k_BKSH, q_BTNH.shape[2], width, block_size)
     zeros = (jnp.zeros_like(weights_BT[0, 0], dtype), jnp.zeros_like(ik_BKSI.values, dtype) if with_gradients else None)
-    queries = (iq_BTKI, q_BTNH, weights_BT, None if ids_BKTR is None else ids_BKTR.swapaxes(1, 2), reach(layout))
+    queries = (iq_BTKI, q_BTNH, weights_BT, None if ids_BKTR is None else ids_BKTR.swapaxes(1, 2), layout.reach)
     (loss, dik_BKSI), diq_BTKI = scan_queries(chunk_loss, zeros, elements, queries)
     return loss, (diq_BTKI, dik_BKSI.sum(axis=1)) if with_gradients else None

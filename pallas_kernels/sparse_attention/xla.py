@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import Layout, reach
+from pallas_kernels.blocks import Layout
 from pallas_kernels.chunks import Finite, by_group, by_head, finite, key_view, logits, row_elements, scan_queries
 from pallas_kernels.numerics import accumulator, masked_softmax, rounded
 
@@ -40,7 +40,7 @@ def forward(
         out_BKZGH = view.mix(rounded(weights_BKZGU, v_BKSH), v_BKSH) / total_BKZG1
         return carry, (by_head(out_BKZGH).astype(q_BTNH.dtype), by_head(lse_BKZG1)[..., 0])
 
-    queries = (q_BTNH, ids_BKTR.swapaxes(1, 2), reach(layout))
+    queries = (q_BTNH, ids_BKTR.swapaxes(1, 2), layout.reach)
     elements = row_elements(ids_BKTR, k_BKSH, q_BTNH.shape[2], max(k_BSKH.shape[-1], v_BSKH.shape[-1]), block_size)
     return scan_queries(attend, None, elements, queries)[1]
 
@@ -85,7 +85,7 @@ def backward(
         return (dk_BKSH, dv_BKSH), dq_BZNH
 
     zeros = (jnp.zeros_like(k_BKSH.values, dtype), jnp.zeros_like(v_BKSH, dtype))
-    queries = (q_BTNH, dout_BTNH, lse_BTN, shift_BTN, ids_BKTR.swapaxes(1, 2), reach(layout))
+    queries = (q_BTNH, dout_BTNH, lse_BTN, shift_BTN, ids_BKTR.swapaxes(1, 2), layout.reach)
     elements = row_elements(ids_BKTR, k_BKSH, q_BTNH.shape[2], max(k_BSKH.shape[-1], v_BSKH.shape[-1]), block_size)
     (dk_BKSH, dv_BKSH), dq_BTNH = scan_queries(chunk_gradients, zeros, elements, queries)
     return dq_BTNH, dk_BKSH.swapaxes(1, 2).astype(k_BSKH.dtype), dv_BKSH.swapaxes(1, 2).astype(v_BSKH.dtype)
