@@ -11,7 +11,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(HOME)/.cache/msa_jax/jax
 export JAX_COMPILATION_CACHE_MAX_SIZE ?= 4294967296
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
 
-.PHONY: help train test test-slow lint data bench setup
+.PHONY: help train test test-slow test-kernels lint data bench setup
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -32,6 +32,9 @@ test: lint ## fast tests on one interpreter
 
 test-slow: data ## kills, meshes, notebooks, smoke runs of every config
 	$(PY) -m pytest -q -m slow --durations 15
+
+test-kernels: setup ## GPU kernels without a GPU: simulator with race detection, ptxas where it is installed; many minutes
+	$(PY) -m pytest -q -m kernels --durations 15
 
 bench: setup ## CPU benchmark of the attention ops: ratios against dense attention
 	$(PY) benchmarks/attention_cpu.py

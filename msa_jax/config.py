@@ -9,12 +9,12 @@ import dataclasses
 import math
 from typing import Any
 
-from msa_jax.config_tree import ConfigError, config_hash, difference, flatten, from_dict, load, override, to_dict
+from msa_jax.config_tree import ConfigError, config_hash, difference, flatten, from_dict, load, override, parse_changes, to_dict
 
 __all__ = [
     "ConfigError", "DataConfig", "EvalConfig", "Experiment", "GroupConfig", "ModelConfig", "MsaConfig", "OptimConfig",
     "StreamConfig", "TrainConfig", "VisionConfig", "config_hash", "difference", "flatten", "from_dict", "load", "override",
-    "smoke", "to_dict",
+    "parse_changes", "smoke", "to_dict",
 ]  # fmt: skip
 
 KINDS = {"D": "dense GQA", "M": "MiniMax Sparse Attention"}
@@ -188,9 +188,11 @@ class StreamConfig:
     kind: str = "text"  # "text", or "captions": pictures with their names
     rows: tuple[tuple[int, int], ...] = ((0, 8),)
     sources: tuple[str, ...] = ()  # of the pack; () = all of this kind
+    loss_weight: float = 1.0  # of each predicted token, beside those of the other streams
 
     def __post_init__(self) -> None:
         _require(self.kind in ("text", "captions"), f"StreamConfig {self.name!r}: kind={self.kind!r}; choose text or captions")
+        _require_above_zero(self, "loss_weight")
         starts = [start for start, _ in self.rows]
         _require(
             bool(self.rows) and starts[0] == 0 and starts == sorted(set(starts)) and all(n >= 0 for _, n in self.rows),
@@ -346,52 +348,34 @@ def smoke(experiment: Experiment, steps: int = 40) -> Experiment:
     Widths, depth, rows and lengths shrink, every schedule is scaled to `steps`, and the data are synthetic, so that
     no pack is needed.
     """
-    scale = steps / experiment.train.steps
-    model, attention, optim = experiment.model, experiment.model.attention, experiment.optim
+    model, attention, optim, train = experiment.model, experiment.model.attention, experiment.optim, experiment.train
+    scale = steps / train.steps
     kv_heads = min(attention.num_kv_heads, 2)
-    small_attention = dataclasses.replace(
-        attention,
-        d_model=64,
-        num_heads=kv_heads * min(attention.num_heads // attention.num_kv_heads, 2),
-        num_kv_heads=kv_heads,
-        head_dim=16,
-        index_dim=16,
-        rotary_dim=8,
-        block_size=min(attention.block_size, 8),
-        num_blocks=max(min(attention.num_blocks, 4), attention.local_blocks + attention.init_blocks),
-    )
     pattern = model.pattern if len(model.pattern) <= 4 else "".join(dict.fromkeys(model.pattern))
-    small_vision = VisionConfig(
+    vision = model.vision and VisionConfig(
         width=32, num_layers=1, num_heads=2, mlp_dim=64, temporal_patch_size=model.vision.temporal_patch_size,
         frames_per_segment=model.vision.frames_per_segment, temporal_pool=model.vision.temporal_pool,
-    ) if model.vision else None  # fmt: skip
+    )  # fmt: skip
     streams = tuple(
-        dataclasses.replace(stream, rows=_scaled_rows(stream.rows, scale, experiment.train.microbatches), sources=())
+        dataclasses.replace(stream, rows=_scaled_rows(stream.rows, scale, train.microbatches), sources=())
         for stream in experiment.data.streams
     )
-    groups = {
-        name: dataclasses.replace(group, warmup_steps=None if group.warmup_steps is None else int(group.warmup_steps * scale))
-        for name, group in optim.groups.items()
-    }
-    return dataclasses.replace(
-        experiment,
-        model=dataclasses.replace(
-            model, attention=small_attention, num_layers=max(2, len(pattern)), pattern=pattern, mlp_dim=128, vision=small_vision,
-            vocab_size=4096,
-        ),
-        data=dataclasses.replace(experiment.data, pack="synthetic", tokenizer="bpe4096", sequence_length=128, streams=streams),
-        optim=dataclasses.replace(
-            optim, learning_rate=max(optim.learning_rate, 3e-3), warmup_steps=min(5, int(optim.warmup_steps * scale)), **groups
-        ),
-        train=dataclasses.replace(
-            experiment.train,
-            steps=steps,
-            index_warmup_steps=min(steps // 2, math.ceil(experiment.train.index_warmup_steps * scale)),
-            checkpoint_every=steps // 2,
-            evaluate_every=0,
-        ),
-        eval=EvalConfig(text_rows=2, pictures=8, candidates=4),
-    )  # fmt: skip
+    warmups = {f"optim.{name}.warmup_steps": group.warmup_steps for name, group in optim.groups.items()}
+    return override(experiment, {
+        "model.attention.d_model": 64, "model.attention.head_dim": 16, "model.attention.index_dim": 16, "model.attention.rotary_dim": 8,
+        "model.attention.num_heads": kv_heads * min(attention.num_heads // attention.num_kv_heads, 2),
+        "model.attention.num_kv_heads": kv_heads,
+        "model.attention.block_size": min(attention.block_size, 8),
+        "model.attention.num_blocks": max(min(attention.num_blocks, 4), attention.local_blocks + attention.init_blocks),
+        "model.num_layers": max(2, len(pattern)), "model.pattern": pattern, "model.mlp_dim": 128, "model.vocab_size": 4096,
+        "model.vision": vision,
+        "data.pack": "synthetic", "data.tokenizer": "bpe4096", "data.sequence_length": 128, "data.streams": streams,
+        "optim.learning_rate": max(optim.learning_rate, 3e-3), "optim.warmup_steps": min(5, int(optim.warmup_steps * scale)),
+        **{path: None if warmup is None else int(warmup * scale) for path, warmup in warmups.items()},
+        "train.steps": steps, "train.index_warmup_steps": min(steps // 2, math.ceil(train.index_warmup_steps * scale)),
+        "train.checkpoint_every": steps // 2, "train.evaluate_every": 0,
+        "eval": EvalConfig(text_rows=2, pictures=8, candidates=4),
+    })  # fmt: skip
 
 
 def _scaled_rows(rows: tuple[tuple[int, int], ...], scale: float, microbatches: int) -> tuple[tuple[int, int], ...]:

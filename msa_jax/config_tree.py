@@ -10,7 +10,7 @@ import importlib.util
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,14 @@ def override(config: Any, changes: Mapping[str, Any]) -> Any:
             raise ConfigError(_unknown_key(path, list(flatten(values))))
         node[leaf if isinstance(node, dict) else int(leaf)] = _plain(value)
     return from_dict(type(config), values)
+
+
+def parse_changes(texts: Sequence[str]) -> dict[str, str]:
+    """["optim.learning_rate=1e-3"] -> {"optim.learning_rate": "1e-3"}. Raises ConfigError for text without "="."""
+    for text in texts:
+        if "=" not in text:
+            raise ConfigError(f"{text!r} changes nothing: give path=value, as in optim.learning_rate=1e-3")
+    return dict(text.split("=", 1) for text in texts)
 
 
 def load(path: str | Path, variant: str | None = None, changes: Mapping[str, Any] | None = None, *, beside: str | None = None) -> Any:

@@ -15,5 +15,7 @@ Vision
   A  axes of a patch coordinate: (t, h, w)   W  vision width
 
 Model
-  X  layers stacked for scan                 Z  a chunk of queries or keys inside an op
+  X  layers stacked for scan                 Z  a chunk of queries inside an op
+  U  keys that an op looks at together with such a chunk
+  Y  frames of C keys in which a block may start, J + 1
 """

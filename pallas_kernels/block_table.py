@@ -69,7 +69,7 @@ class BlockTable(NamedTuple):
 
 def block_table(layout: Layout, block_size: int) -> BlockTable:
     """The table of a call; without segments, keys after the last query do not count."""
-    last_BT, S = layout.index_BT, layout.segments_BS.shape[1]
+    last_BT, S = layout.reach.index_BT, layout.segments_BS.shape[1]
     if layout.aligned is not None:
         start_J = jnp.arange(-(-S // block_size), dtype=jnp.int32) * block_size
         rows_BJ = jnp.clip(jnp.minimum(last_BT[:, -1:] + 1, S) - start_J, 0, block_size)

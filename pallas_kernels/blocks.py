@@ -17,12 +17,24 @@ import jax
 import jax.numpy as jnp
 
 
+class Reach(NamedTuple):
+    """What each query may see, as bounds on key indices. int32 [B, T]; a query of zeros sees nothing.
+
+    The query stands at key `index` and sees the `count` keys that end there. Its document's block b is the keys
+    origin + b * C .. origin + (b + 1) * C - 1. Holds where documents are uninterrupted and positions count up by one in each.
+    """
+
+    index_BT: jax.Array
+    count_BT: jax.Array  # 0 for a padding query
+    origin_BT: jax.Array
+
+
 class Layout(NamedTuple):
-    """Documents along the keys, and the key index at which each query stands. All int32."""
+    """Documents along the keys, and what follows from them for each query. All int32."""
 
     segments_BS: jax.Array  # 0 = padding, documents 1..
     positions_BS: jax.Array  # position inside the document
-    index_BT: jax.Array  # key index of the query; outside 0..S-1 the query counts as padding
+    reach: Reach
     aligned: tuple[()] | None = None  # () where one document fills every row: known while tracing, so kernels may skip what packing needs
 
 
@@ -34,17 +46,23 @@ def make_layout(
     positions_BS: jax.Array | None,
     q_offset: jax.Array | int | None,
 ) -> Layout:
-    """One document where `segments_BS` is None; positions counted from each segment's start where `positions_BS` is None."""
+    """One document where `segments_BS` is None; positions counted from each segment's start where `positions_BS` is None.
+
+    Query i stands at key q_offset + i; one that stands outside the keys is padding.
+    """
     key_index_BS = jnp.broadcast_to(jnp.arange(num_keys, dtype=jnp.int32), (batch, num_keys))
     aligned = () if segments_BS is None else None
     if segments_BS is None:
-        segments_BS, positions_BS = jnp.ones_like(key_index_BS), key_index_BS
-    elif positions_BS is None:
-        positions_BS = key_index_BS - first_keys(segments_BS)
-    offset = num_keys - num_queries if q_offset is None else q_offset
-    offset_B1 = jnp.broadcast_to(jnp.asarray(offset, jnp.int32), (batch,))[:, None]
+        segments_BS, positions_BS, first_BS = jnp.ones_like(key_index_BS), key_index_BS, jnp.zeros_like(key_index_BS)
+    else:
+        segments_BS = jnp.asarray(segments_BS, jnp.int32)
+        first_BS = first_keys(segments_BS)
+        positions_BS = key_index_BS - first_BS if positions_BS is None else jnp.asarray(positions_BS, jnp.int32)
+    count_BS = jnp.where(segments_BS > 0, key_index_BS - first_BS + 1, 0)
+    offset_B1 = jnp.broadcast_to(jnp.asarray(num_keys - num_queries if q_offset is None else q_offset, jnp.int32), (batch,))[:, None]
     index_BT = offset_B1 + jnp.arange(num_queries, dtype=jnp.int32)
-    return Layout(jnp.asarray(segments_BS, jnp.int32), jnp.asarray(positions_BS, jnp.int32), index_BT, aligned)
+    reach = Reach(index_BT, at_queries(count_BS, index_BT), at_queries(key_index_BS - positions_BS, index_BT))
+    return Layout(segments_BS, positions_BS, reach, aligned)
 
 
 def first_keys(segments_BS: jax.Array) -> jax.Array:
@@ -62,31 +80,11 @@ def at_queries(values_BS: jax.Array, index_BT: jax.Array) -> jax.Array:
 
 def visible(layout: Layout) -> jax.Array:
     """[B, T, S] bool: the key is of the query's document, which is not padding, and not after the query."""
-    segments_BT = at_queries(layout.segments_BS, layout.index_BT)
+    index_BT = layout.reach.index_BT
+    segments_BT = at_queries(layout.segments_BS, index_BT)
     same_BTS = (segments_BT[:, :, None] == layout.segments_BS[:, None, :]) & (segments_BT > 0)[:, :, None]
     key_index_S = jnp.arange(layout.segments_BS.shape[1], dtype=jnp.int32)
-    return same_BTS & (key_index_S <= layout.index_BT[:, :, None])
-
-
-class Reach(NamedTuple):
-    """The same rules as bounds on key indices, query by query. int32 [B, T]; a query of zeros sees nothing.
-
-    The query stands at key `index` and sees the `count` keys that end there. Its document's block b is the keys
-    origin + b * C .. origin + (b + 1) * C - 1.
-    """
-
-    index_BT: jax.Array
-    count_BT: jax.Array  # 0 for a padding query
-    origin_BT: jax.Array
-
-
-def reach(layout: Layout) -> Reach:
-    """Holds where documents are uninterrupted and positions count up by one inside each."""
-    index_BT = layout.index_BT
-    real_BT = at_queries(layout.segments_BS, index_BT) > 0
-    first_BT = at_queries(first_keys(layout.segments_BS), index_BT)
-    origin_BT = index_BT - at_queries(layout.positions_BS, index_BT)
-    return Reach(index_BT, jnp.where(real_BT, index_BT - first_BT + 1, 0), origin_BT)
+    return same_BTS & (key_index_S <= index_BT[:, :, None])
 
 
 def in_reach(key_index: jax.Array, index: jax.Array, count: jax.Array) -> jax.Array:

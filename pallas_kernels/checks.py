@@ -49,11 +49,12 @@ def require_sizes(op: str, **arrays: jax.Array) -> dict[str, int]:
     return {letter: size for letter, (size, _) in sizes.items()}
 
 
-def require_ids(op: str, ids_BKTR: jax.Array) -> None:
-    require(
-        jnp.issubdtype(ids_BKTR.dtype, jnp.integer),
-        f"{op}: ids have dtype {ids_BKTR.dtype}; they must be integers, as block_select returns them",
-    )
+def require_ids(op: str, **arrays: jax.Array) -> None:
+    for name, array in arrays.items():
+        require(
+            jnp.issubdtype(array.dtype, jnp.integer),
+            f"{op}: {name} has dtype {array.dtype}; block ids are integers, as block_select returns them",
+        )
 
 
 def require_groups(op: str, num_heads: int, num_kv_heads: int) -> None:
@@ -72,10 +73,11 @@ def checked_layout(
 ) -> Layout:
     """The Layout of a call, after checking its shapes.
 
-    Raises ValueError where T > S, a shape is wrong, positions come without segments, or a Python int q_offset lies outside 0..S-T.
+    Raises ValueError where T is not in 1..S, a shape is wrong, positions come without segments, or q_offset, given as a Python
+    int, lies outside 0..S-T. A q_offset in an array cannot be checked: a query that it puts outside the keys is padding.
     """
     batch, num_queries, num_keys = sizes["B"], sizes["T"], sizes["S"]
-    require(num_queries <= num_keys, f"{op}: T={num_queries} queries with S={num_keys} keys; T must be <= S")
+    require(1 <= num_queries <= num_keys, f"{op}: T={num_queries} queries with S={num_keys} keys; T must lie in 1..S")
     require(
         positions_BS is None or segments_BS is not None,
         f"{op}: positions without segments; pass segments too (0 = padding, documents 1..)",

@@ -20,6 +20,7 @@ from pallas_kernels.numerics import vary_alike
 
 IMPLEMENTATIONS = ("auto", "reference", "xla", "mosaic_gpu", "triton")
 GPU_KERNELS = ("mosaic_gpu", "triton")  # in the order in which "auto" tries them
+NVIDIA_KINDS = ("NVIDIA", "Tesla", "Quadro", "GeForce")  # how the device kinds of NVIDIA GPUs begin
 
 
 class Unsupported(NotImplementedError):
@@ -81,7 +82,7 @@ def _reason_against(name: str, kind: str, registered: Mapping[str, Implementatio
 
 
 def _is_nvidia(kind: str) -> bool:
-    return kind.startswith("NVIDIA")
+    return kind.startswith(NVIDIA_KINDS)
 
 
 @functools.cache

@@ -18,6 +18,11 @@ def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, a.astype(dtype), b.astype(dtype), precision=precision, preferred_element_type=accumulator(a, b))
 
 
+def rounded(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`x` in the type of `like`, to be multiplied with it; float16 is left out, in which a gradient would vanish."""
+    return x if like.dtype == jnp.float16 else x.astype(like.dtype)
+
+
 def masked_softmax(logits: jax.Array, keep: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(weights, total, lse) over the last axis, on `keep` only: probabilities are weights / total, natural log-sum-exp.
 

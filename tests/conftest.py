@@ -9,9 +9,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `-m`, slow and GPU tests are left out; both are asked for by name (make test-slow, pytest -m gpu)."""
+    """Without `-m`, tests of these kinds are left out; each is asked for by name (make test-slow, make test-kernels, pytest -m gpu)."""
     if not config.getoption("-m"):
-        left_out = [item for item in items if item.get_closest_marker("slow") or item.get_closest_marker("gpu")]
+        left_out = [item for item in items if any(item.get_closest_marker(kind) for kind in ("slow", "kernels", "gpu"))]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     has_gpu = any(device.platform == "gpu" for device in jax.devices())

@@ -25,6 +25,7 @@ from msa_jax.config import (
     from_dict,
     load,
     override,
+    parse_changes,
     smoke,
     to_dict,
 )
@@ -231,6 +232,12 @@ def test_difference_lists_leaves_of_both_sides() -> None:
         "train.steps": (400, 800),
     }
     assert difference(EXPERIMENT, to_dict(EXPERIMENT)) == {}
+
+
+def test_changes_from_the_command_line() -> None:
+    assert parse_changes(["optim.learning_rate=1e-3", "data.pack=a=b"]) == {"optim.learning_rate": "1e-3", "data.pack": "a=b"}
+    with pytest.raises(ConfigError, match=r"'optim.learning_rate' changes nothing: give path=value"):
+        parse_changes(["train.steps=3", "optim.learning_rate"])
 
 
 CONFIG_FILE = """

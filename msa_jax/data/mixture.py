@@ -102,6 +102,7 @@ class Mixture:
                     self._rows[stream.name].write(rows, place, index)
                 else:
                     self._rows[stream.name].write(rows, place, index, packer)
+                rows.loss_weights_BT[place] *= stream.loss_weight
         batch = to_batch(rows, packer)
         check_batch(batch, self.vision)
         return batch, count_tokens(batch, self._text_sources)

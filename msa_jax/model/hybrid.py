@@ -44,8 +44,6 @@ def place_visual_tokens(
     x_BTD: Float[Array, "B T D"], visual: Float[Array, "visual D"], index_BT: Int[Array, "B T"]
 ) -> Float[Array, "B T D"]:
     """Row t of x becomes visual[index] where index >= 0. Text rows are the same bits whatever the visual tokens hold."""
-    if visual.shape[0] == 0:
-        return x_BTD
     return jnp.where((index_BT >= 0)[..., None], visual[jnp.maximum(index_BT, 0)], x_BTD)
 
 
@@ -56,7 +54,7 @@ class HybridTransformer(nnx.Module):
         output = model(batch)
 
     Parameters are float32, compute is in config.dtype, logits are float32. Token embeddings start with variance 1 / D and
-    are multiplied by sqrt(D), so that tied embeddings serve both ends at unit scale.
+    are multiplied by sqrt(D), so that text and visual tokens enter at unit scale and tied embeddings serve both ends.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
@@ -115,7 +113,7 @@ class HybridTransformer(nnx.Module):
         """Token embeddings, with visual tokens where batch.visual_index_BT points to one."""
         embedded_BTD = self.embedding[...][jnp.asarray(batch.tokens_BT)].astype(self.dtype)
         x_BTD = embedded_BTD * jnp.asarray(math.sqrt(self.config.d_model), self.dtype)
-        if batch.vision is None:
+        if batch.vision is None or batch.vision.patches_VLP.shape[0] == 0:
             return x_BTD
         if self.vision is None:
             raise ValueError("HybridTransformer: the batch has pictures but ModelConfig.vision is None; give the model a VisionConfig")

@@ -8,7 +8,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from msa_jax.report.run import Run
 from msa_jax.report.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, light_grid, new_figure
 
-_RATES = (("trunk", BLUE, "-"), ("index", ORANGE, "--"), ("vision", GREEN, ":"))
+_RATE_LINES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, ":"))
 
 
 def loss_curves(run: Run) -> Figure:
@@ -21,18 +21,27 @@ def loss_curves(run: Run) -> Figure:
     _curve(kl, run, "loss/kl", ORANGE)
     kl.set(title="Index KL, mean over MSA layers", ylabel="nats / token")
     _positive_log(kl)
-    for group, colour, dashes in _RATES:
-        steps, values = run.curve(f"lr/{group}")
-        if len(steps):
-            rate.plot(steps, values, color=colour, linestyle=dashes, linewidth=1.4, label=group)
+    for groups, (steps, values), (colour, dashes) in zip(*_distinct_rates(run), _RATE_LINES, strict=False):
+        rate.plot(steps, values, color=colour, linestyle=dashes, linewidth=1.4, label=groups)
     rate.set(title="Learning rate", xlabel="step", ylabel="rate")
     rate.ticklabel_format(axis="y", style="sci", scilimits=(-3, -3), useMathText=True)
+    rate.set_ylim(bottom=0)
     if rate.lines:
         rate.legend(ncols=3, loc="lower right", bbox_to_anchor=(1.0, 0.98), borderaxespad=0.0)
     for axes in (loss, kl, rate):
         light_grid(axes)
     _mark_phase(run, loss, kl, rate)
     return figure
+
+
+def _distinct_rates(run: Run) -> tuple[list[str], list[tuple[np.ndarray, np.ndarray]]]:
+    """Labels and curves of the groups' learning rates; groups with the same curve share a label."""
+    curves = {group: run.curve(f"lr/{group}") for group in ("trunk", "index", "vision")}
+    shared: dict[bytes, list[str]] = {}
+    for group, (steps, values) in curves.items():
+        if len(steps):
+            shared.setdefault(values.tobytes(), []).append(group)
+    return [", ".join(groups) for groups in shared.values()], [curves[groups[0]] for groups in shared.values()]
 
 
 def _curve(axes: Axes, run: Run, name: str, colour: str) -> None:
@@ -48,8 +57,9 @@ def _curve(axes: Axes, run: Run, name: str, colour: str) -> None:
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean of the last `window` values (fewer at the start), the same length as `values`."""
-    return np.array([values[max(0, end - window) : end].mean() for end in range(1, len(values) + 1)])
+    """Mean of the `window` values around each (fewer at both ends), the same length as `values`."""
+    starts = np.arange(len(values)) - window // 2
+    return np.array([values[max(0, start) : start + window].mean() for start in starts])
 
 
 def _positive_log(axes: Axes) -> None:

@@ -84,9 +84,10 @@ def _panel(axes: Axes, states: np.ndarray, data: Mapping[str, np.ndarray]) -> No
 
 
 def _word(data: Mapping[str, np.ndarray], query: int) -> str:
-    word = str(data["tokens_T"][query]).strip()
-    word = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in word).replace("$", r"\$")
-    return word if len(word) <= 10 else word[:9] + "…"
+    """The query's token as a label: white space and unprintable bytes made visible, long ones cut."""
+    token = str(data["tokens_T"][query]).replace("\n", "⏎").replace("\t", "⇥")
+    word = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in token.strip(" ") or "␣")
+    return (word if len(word) <= 10 else word[:9] + "…").replace("$", r"\$")
 
 
 def _legend() -> list[Patch]:

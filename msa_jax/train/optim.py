@@ -43,9 +43,14 @@ def _decay_mask(params: nnx.State) -> nnx.State:
     return jax.tree_util.tree_map_with_path(lambda path, _: decays(path), params)
 
 
+def square_sums(tree: nnx.State) -> list[Float[Array, ""]]:
+    """Sum of squares of every leaf, written as optax writes it, so that the clip's and ours are one computation."""
+    return [jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(tree)]
+
+
 def group_norms(tree: nnx.State) -> dict[str, Float[Array, ""]]:
     """L2 norm of every parameter group that occurs in `tree`."""
-    squares: dict[str, list[Array]] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        squares.setdefault(parameter_group(path), []).append(jnp.sum(jnp.square(leaf)))
-    return {name: jnp.sqrt(sum(values)) for name, values in sorted(squares.items())}
+    groups: dict[str, list[Array]] = {}
+    for label, square in zip(jax.tree.leaves(group_labels(tree)), square_sums(tree), strict=True):
+        groups.setdefault(label, []).append(square)
+    return {name: jnp.sqrt(sum(squares)) for name, squares in sorted(groups.items())}

@@ -16,7 +16,7 @@ from msa_jax.model.attention import Phase
 from msa_jax.model.block import KINDS
 from msa_jax.model.groups import path_names
 from msa_jax.train.loss import Losses, batch_totals, loss_fn
-from msa_jax.train.optim import group_norms
+from msa_jax.train.optim import group_norms, square_sums
 from msa_jax.train.schedule import learning_rates
 from msa_jax.train.state import TrainState
 
@@ -32,7 +32,7 @@ class Metrics(NamedTuple):
     """
 
     scalars: dict[str, Float[Array, ""]]
-    finite: Bool[Array, "parameters"]  # whether each parameter's gradient is, in the order of `parameter_names`
+    finite: Bool[Array, "parameters"]  # whether the norm of each parameter's gradient is, in the order of `parameter_names`
 
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
@@ -72,7 +72,7 @@ def make_train_step(
             **{f"parameter_norm/{name}": norm for name, norm in group_norms(params).items()},
             **{f"lr/{name}": jnp.asarray(rates[name](state.step), jnp.float32) for name in norms},
         }
-        finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients)])
+        finite = jnp.isfinite(jnp.stack(square_sums(gradients)))
         return TrainState(state.step + 1, params, opt_state, state.key), Metrics(scalars, finite)
 
     return train_step

@@ -87,7 +87,7 @@ def select_ids(
     if ranked == 0 or ik_BSI.shape[1] < block_size * (init_blocks + 1):
         best_BKTR = jnp.zeros((*iq_BTKI.swapaxes(1, 2).shape[:3], 0), jnp.int32)
     else:
-        document_BT = at_queries(layout.segments_BS, layout.index_BT)
+        document_BT = at_queries(layout.segments_BS, layout.reach.index_BT)
         slots_BYI = table.to_slots(ik_BSI[:, :, None], block_size)[:, :, 0]
         best_BKTR = _rank_all(iq_BTKI, slots_BYI, (document_BT, table.base_BT, end_BT), (block_size, ranked, init_blocks), interpret)
 

@@ -33,7 +33,7 @@ def block_select(
     score_BKTJ = jnp.where(member_BTSJ[:, None], token_BKTS1, -jnp.inf).max(axis=3)
 
     # Rank: always kept, then by higher score, then by lower id (the sort holds -0.0 and +0.0 equal); unseen blocks last.
-    own_BT1 = (at_queries(layout.positions_BS, layout.index_BT) // block_size)[..., None]
+    own_BT1 = (at_queries(layout.positions_BS, layout.reach.index_BT) // block_size)[..., None]
     seen_BTJ = member_BTSJ.any(axis=2)
     always_BTJ = (block_J > own_BT1 - local_blocks) | (block_J < init_blocks)
     order_BTJ = jnp.where(seen_BTJ, jnp.where(always_BTJ, 0, 1), 2)

@@ -9,9 +9,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import Layout, Reach, in_reach, reach
+from pallas_kernels.blocks import Layout, Reach, in_reach
 from pallas_kernels.chunks import by_group, finite, for_heads, key_view, logits, row_elements, scan_queries
-from pallas_kernels.numerics import einsum, masked_softmax
+from pallas_kernels.numerics import accumulator, einsum, masked_softmax
 
 KEY_CHUNK = 1024  # keys scored at a time, rounded to whole blocks
 
@@ -30,6 +30,7 @@ def block_select(
 ) -> tuple[jax.Array, jax.Array]:
     """ids [B, K, T, R] and lse [B, K, T]; see api.py."""
     batch, num_keys, _ = ik_BSI.shape
+    block_size = min(block_size, num_keys)
     num_frames = -(-num_keys // block_size)
     num_chunks = -(-num_keys // max(KEY_CHUNK, block_size))
     chunk_frames = -(-num_frames // num_chunks)
@@ -38,18 +39,18 @@ def block_select(
 
     def select(carry: None, queries: tuple[jax.Array, Reach]) -> tuple[None, jax.Array]:
         iq_BZKI, chunk_reach = queries
-        scores_BKZM = _frame_scores(iq_BZKI, ik_BSI_padded, chunk_reach, block_size, chunk_frames, scale)
-        ids_BKZR = _keep_best(scores_BKZM, chunk_reach, block_size, num_blocks, local_blocks, init_blocks)
+        scores_BKZY = _frame_scores(iq_BZKI, ik_BSI_padded, chunk_reach, block_size, chunk_frames, scale)
+        ids_BKZR = _keep_best(scores_BKZY, chunk_reach, block_size, num_blocks, local_blocks, init_blocks)
         return carry, ids_BKZR.swapaxes(1, 2)
 
     elements = batch * iq_BTKI.shape[2] * max(chunk_frames * block_size, num_frames)
-    _, ids_BTKR = scan_queries(select, None, elements, (iq_BTKI, reach(layout)))
+    _, ids_BTKR = scan_queries(select, None, elements, (iq_BTKI, layout.reach))
     ids_BKTR = ids_BTKR.swapaxes(1, 2)
     return ids_BKTR, _support_lse(iq_BTKI, ik_BSI, ids_BKTR, layout, block_size, scale).astype(jnp.float32)
 
 
 def _frame_scores(iq_BZKI: jax.Array, ik_BSI: jax.Array, chunk_reach: Reach, block_size: int, chunk_frames: int, scale: float) -> jax.Array:
-    """[B, K, Z, M]: score of the block that starts in each frame of C keys, frames -1..J-1; -inf without a visible number.
+    """[B, K, Z, Y]: score of the block that starts in each frame of C keys, frames -1..J-1; -inf without a visible number.
 
     A block of a document that starts `shift` keys after a multiple of C ends in the next frame: its score is the larger of
     the maximum over the keys from `shift` on in its own frame and over the keys before `shift` in the next.
@@ -58,46 +59,57 @@ def _frame_scores(iq_BZKI: jax.Array, ik_BSI: jax.Array, chunk_reach: Reach, blo
     after_B1Z1C = jnp.arange(block_size) >= (origin_B1Z1 % block_size)[..., None]
     size = chunk_frames * block_size
 
-    def visit(i: jax.Array, maxima: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        ik_BWI = jax.lax.dynamic_slice_in_dim(ik_BSI, i * size, size, axis=1)
-        s_BKZW = einsum("bzki,bwi->bkzw", iq_BZKI, ik_BWI) * scale
-        seen_B1ZW = in_reach(i * size + jnp.arange(size), index_B1Z1, count_B1Z1)
-        s_BKZW = jnp.where(seen_B1ZW & ~jnp.isnan(s_BKZW), s_BKZW, -jnp.inf)
-        s_BKZJC = s_BKZW.reshape(*s_BKZW.shape[:3], chunk_frames, block_size)
+    def visit(i: jax.Array | int, maxima: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        ik_BUI = jax.lax.dynamic_slice_in_dim(ik_BSI, i * size, size, axis=1)
+        s_BKZU = einsum("bzki,bui->bkzu", iq_BZKI, ik_BUI)
+        seen_B1ZU = in_reach(i * size + jnp.arange(size), index_B1Z1, count_B1Z1)
+        s_BKZU = jnp.where(seen_B1ZU & ~jnp.isnan(s_BKZU), s_BKZU, -jnp.inf)
+        s_BKZJC = s_BKZU.reshape(*s_BKZU.shape[:3], chunk_frames, block_size)
         parts = (jnp.where(after_B1Z1C, s_BKZJC, -jnp.inf), jnp.where(after_B1Z1C, -jnp.inf, s_BKZJC))
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(maximum, part.max(axis=-1), i * chunk_frames, axis=3)
             for maximum, part in zip(maxima, parts, strict=True)
         )
 
-    seen_BZ = chunk_reach.count_BT > 0
-    first = jnp.where(seen_BZ, chunk_reach.index_BT - chunk_reach.count_BT + 1, ik_BSI.shape[1]).min()
-    last = jnp.where(seen_BZ, chunk_reach.index_BT, -1).max()
-    lowest = jnp.full_like(einsum("bzki,bi->bkz", iq_BZKI, ik_BSI[:, 0]), -jnp.inf)
-    lowest_BKZJ = jnp.broadcast_to(lowest[..., None], (*lowest.shape, ik_BSI.shape[1] // block_size))
-    after_BKZJ, before_BKZJ = jax.lax.fori_loop(first // size, last // size + 1, visit, (lowest_BKZJ, lowest_BKZJ))
+    batch, num_queries, num_kv_heads, _ = iq_BZKI.shape
+    shape = (batch, num_kv_heads, num_queries, ik_BSI.shape[1] // block_size)
+    lowest_BKZJ = jnp.full_like(iq_BZKI, -jnp.inf, dtype=accumulator(iq_BZKI, ik_BSI), shape=shape)
     edge_BKZ1 = lowest_BKZJ[..., :1]
-    return jnp.maximum(jnp.concatenate([edge_BKZ1, after_BKZJ], axis=-1), jnp.concatenate([before_BKZJ, edge_BKZ1], axis=-1))
+    if ik_BSI.shape[1] == size:
+        after_BKZJ, before_BKZJ = visit(0, (lowest_BKZJ, lowest_BKZJ))
+    else:
+        first, last = _seen_keys(chunk_reach, ik_BSI.shape[1])
+        after_BKZJ, before_BKZJ = jax.lax.fori_loop(first // size, last // size + 1, visit, (lowest_BKZJ, lowest_BKZJ))
+    before_BKZY = jnp.concatenate([before_BKZJ, edge_BKZ1], axis=-1)
+    # Scaling by a positive number keeps the order, so it could wait for the maxima.
+    return jnp.maximum(jnp.concatenate([edge_BKZ1, after_BKZJ], axis=-1), before_BKZY) * scale
+
+
+def _seen_keys(chunk_reach: Reach, num_keys: int) -> tuple[jax.Array, jax.Array]:
+    """The first and the last key that any query of the chunk sees; (num_keys, -1) where none sees any."""
+    seen_BZ = chunk_reach.count_BT > 0
+    first_BZ = jnp.where(seen_BZ, chunk_reach.index_BT - chunk_reach.count_BT + 1, num_keys)
+    return first_BZ.min(), jnp.where(seen_BZ, chunk_reach.index_BT, -1).max()
 
 
 def _keep_best(
-    scores_BKZM: jax.Array, chunk_reach: Reach, block_size: int, num_blocks: int, local_blocks: int, init_blocks: int
+    scores_BKZY: jax.Array, chunk_reach: Reach, block_size: int, num_blocks: int, local_blocks: int, init_blocks: int
 ) -> jax.Array:
     """ids [B, K, Z, R], ascending (the query's own block is the greatest it sees), then -1."""
     index_B1Z1, count_B1Z1, origin_B1Z1 = (x_BZ[:, None, :, None] for x_BZ in chunk_reach)
-    num_frames = scores_BKZM.shape[-1]
+    num_frames = scores_BKZY.shape[-1]
     first_frame_B1Z1 = origin_B1Z1 // block_size
     own_B1Z1 = (index_B1Z1 - origin_B1Z1) // block_size
-    id_B1ZM = jnp.arange(-1, num_frames - 1) - first_frame_B1Z1
-    past_end_B1ZM = origin_B1Z1 + (id_B1ZM + 1) * block_size
-    seen_B1ZM = (id_B1ZM >= 0) & (id_B1ZM <= own_B1Z1) & (past_end_B1ZM > index_B1Z1 - count_B1Z1 + 1) & (count_B1Z1 > 0)
-    always_B1ZM = (id_B1ZM > own_B1Z1 - local_blocks) | (id_B1ZM < init_blocks)
+    id_B1ZY = jnp.arange(-1, num_frames - 1) - first_frame_B1Z1
+    past_end_B1ZY = origin_B1Z1 + (id_B1ZY + 1) * block_size
+    seen_B1ZY = (id_B1ZY >= 0) & (id_B1ZY <= own_B1Z1) & (past_end_B1ZY > index_B1Z1 - count_B1Z1 + 1) & (count_B1Z1 > 0)
+    always_B1ZY = (id_B1ZY > own_B1Z1 - local_blocks) | (id_B1ZY < init_blocks)
 
-    # Ranks leave the infinities to "always kept" and "not seen"; top_k takes the lower index among equals, and must find -0.0 equal to 0.0.
-    largest = jnp.finfo(scores_BKZM.dtype).max
-    rank_BKZM = jnp.where(scores_BKZM == 0, 0, jnp.clip(scores_BKZM, -largest, largest))
-    rank_BKZM = jnp.where(seen_B1ZM, jnp.where(always_B1ZM, jnp.inf, rank_BKZM), -jnp.inf)
-    rank_BKZR, frame_BKZR = jax.lax.top_k(rank_BKZM, min(num_blocks, num_frames))
+    # Ranks leave the infinities to "always kept" and "not seen". top_k takes the lower index among equals, once -0.0 is 0.0.
+    largest = jnp.finfo(scores_BKZY.dtype).max
+    rank_BKZY = jnp.where(scores_BKZY == 0, 0, jnp.clip(scores_BKZY, -largest, largest))
+    rank_BKZY = jnp.where(seen_B1ZY, jnp.where(always_B1ZY, jnp.inf, rank_BKZY), -jnp.inf)
+    rank_BKZR, frame_BKZR = jax.lax.top_k(rank_BKZY, min(num_blocks, num_frames))
     ids_BKZR = jnp.where(rank_BKZR > -jnp.inf, frame_BKZR - 1 - first_frame_B1Z1, num_frames)
     ids_BKZR = jnp.sort(ids_BKZR, axis=-1)
     ids_BKZR = jnp.where(ids_BKZR < num_frames, ids_BKZR, -1)
@@ -106,16 +118,15 @@ def _keep_best(
 
 def _support_lse(iq_BTKI: jax.Array, ik_BSI: jax.Array, ids_BKTR: jax.Array, layout: Layout, block_size: int, scale: float) -> jax.Array:
     """[B, K, T]. A pass of its own over the kept blocks, so that a caller under jit who does not use it does not pay for it."""
-    batch, num_keys, width = ik_BSI.shape
-    num_kv_heads = iq_BTKI.shape[2]
+    num_keys, num_kv_heads = ik_BSI.shape[1], iq_BTKI.shape[2]
     ik_BKSI = for_heads(ik_BSI, num_kv_heads)
 
     def lse(carry: None, queries: tuple) -> tuple[None, jax.Array]:
         iq_BZKI, ids_BZKR, chunk_reach = queries
         view = key_view(ids_BZKR.swapaxes(1, 2), chunk_reach, num_keys, block_size)
         s_BKZ1U = logits(view, finite(by_group(iq_BZKI, num_kv_heads)), ik_BKSI, scale)
-        lse_BKZ11 = masked_softmax(s_BKZ1U, view.keep)[2]
+        lse_BKZ11 = masked_softmax(s_BKZ1U, view.keep_BKZ1U)[2]
         return carry, lse_BKZ11[..., 0, 0].swapaxes(1, 2)
 
-    elements = batch * row_elements(ids_BKTR, num_keys, num_kv_heads, num_kv_heads, width, block_size)
-    return scan_queries(lse, None, elements, (iq_BTKI, ids_BKTR.swapaxes(1, 2), reach(layout)))[1].swapaxes(1, 2)
+    elements = row_elements(ids_BKTR, ik_BKSI, num_kv_heads, ik_BSI.shape[-1], block_size)
+    return scan_queries(lse, None, elements, (iq_BTKI, ids_BKTR.swapaxes(1, 2), layout.reach))[1].swapaxes(1, 2)

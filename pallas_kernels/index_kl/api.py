@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.blocks import Layout, at_queries
+from pallas_kernels.blocks import Layout
 from pallas_kernels.checks import checked_layout, require, require_block_size, require_float, require_groups, require_ids, require_sizes
 from pallas_kernels.index_kl import mosaic_gpu, mosaic_gpu_fused, reference, xla
 from pallas_kernels.numerics import accumulator
@@ -90,11 +90,11 @@ def index_kl(
     Raises:
       ValueError: shapes or numbers that contradict each other. Unsupported: see pallas_kernels.dispatch.
     """
-    sizes = require_sizes(OP, iq_BTKI=iq_BTKI, ik_BSI=ik_BSI, q_BTNH=q_BTNH, k_BSKH=k_BSKH)
-    require_float(OP, iq_BTKI=iq_BTKI, ik_BSI=ik_BSI, q_BTNH=q_BTNH, k_BSKH=k_BSKH)
-    if ids_BKTR is not None:
-        require_sizes(OP, iq_BTK=iq_BTKI[..., 0], ids_BKTR=ids_BKTR)
-        require_ids(OP, ids_BKTR)
+    vectors = {"iq_BTKI": iq_BTKI, "ik_BSI": ik_BSI, "q_BTNH": q_BTNH, "k_BSKH": k_BSKH}
+    require_float(OP, **vectors)
+    ids = {} if ids_BKTR is None else {"ids_BKTR": ids_BKTR}
+    require_ids(OP, **ids)
+    sizes = require_sizes(OP, **vectors, **ids)
     require_block_size(OP, sizes["S"], block_size)
     require_groups(OP, sizes["N"], sizes["K"])
     layout = checked_layout(OP, sizes, segments, positions, q_offset)
@@ -123,7 +123,7 @@ def _weights(
 ) -> jax.Array:
     """Weights over their denominator, so that an implementation sees one kind of weight; a zero count gives exact zeros."""
     if weights_BT is None:
-        weights_BT = at_queries(layout.segments_BS, layout.index_BT) > 0
+        weights_BT = layout.reach.count_BT > 0
     require(
         jnp.shape(weights_BT) == (sizes["B"], sizes["T"]),
         f"{OP}: weights_BT has shape {jnp.shape(weights_BT)}; it must be [B, T] = {(sizes['B'], sizes['T'])}",
@@ -193,7 +193,7 @@ def sparse_attention_and_index_kl(
     sizes = require_sizes(FUSED_OP, q_BTNH=q_BTNH, k_BSKH=k_BSKH, iq_BTKI=iq_BTKI, ik_BSI=ik_BSI, ids_BKTR=ids_BKTR)
     require_sizes(FUSED_OP, k_BSK=k_BSKH[..., 0], v_BSK=v_BSKH[..., 0])
     require_float(FUSED_OP, q_BTNH=q_BTNH, k_BSKH=k_BSKH, v_BSKH=v_BSKH, iq_BTKI=iq_BTKI, ik_BSI=ik_BSI)
-    require_ids(FUSED_OP, ids_BKTR)
+    require_ids(FUSED_OP, ids_BKTR=ids_BKTR)
     require_block_size(FUSED_OP, sizes["S"], block_size)
     require_groups(FUSED_OP, sizes["N"], sizes["K"])
     layout = checked_layout(FUSED_OP, sizes, segments, positions, q_offset)

@@ -150,9 +150,9 @@ def full(iq_BTKI, ik_BSI, q_BTNH, k_BSKH, weights_BT, layout: Layout, *, scale, 
     def padded(x, to, value=0):
         return jnp.pad(x, [(0, 0), (0, to - x.shape[1])] + [(0, 0)] * (x.ndim - 2), constant_values=value)
 
-    real_BT = at_queries(layout.segments_BS, layout.index_BT) > 0
-    first_BT = jnp.where(real_BT, layout.index_BT - at_queries(layout.positions_BS, layout.index_BT), 0)
-    last_BT = jnp.where(real_BT, layout.index_BT, -1)
+    real_BT = at_queries(layout.segments_BS, layout.reach.index_BT) > 0
+    first_BT = jnp.where(real_BT, layout.reach.index_BT - at_queries(layout.positions_BS, layout.reach.index_BT), 0)
+    last_BT = jnp.where(real_BT, layout.reach.index_BT, -1)
     queries, keys = chunks * length, -(-S // difference.OWNED) * difference.OWNED
     rows = Rows(padded(first_BT, queries), padded(last_BT, queries, -1))
     # A key that no query sees has no part in any product, not even as NaN.

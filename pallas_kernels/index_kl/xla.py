@@ -9,18 +9,18 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import Layout, reach
+from pallas_kernels.blocks import Layout
 from pallas_kernels.chunks import Dense, Gathered, by_group, finite, for_heads, key_view, logits, row_elements, scan_queries
 from pallas_kernels.numerics import accumulator, masked_softmax
 
 
 def _divergence(view: Dense | Gathered, logits_BKZGU: jax.Array, s_BKZ1U: jax.Array) -> tuple[jax.Array, jax.Array]:
     """KL(teacher || student) [B, K, Z] and student - teacher [B, K, Z, 1, U], the gradient of the KL with respect to s."""
-    weights_BKZGU, total_BKZG1, _ = masked_softmax(logits_BKZGU, view.keep)
+    weights_BKZGU, total_BKZG1, _ = masked_softmax(logits_BKZGU, view.keep_BKZ1U)
     teacher_BKZ1U = (weights_BKZGU / total_BKZG1).mean(axis=3, keepdims=True)
-    weights_BKZ1U, total_BKZ11, lse_BKZ11 = masked_softmax(s_BKZ1U, view.keep)
+    weights_BKZ1U, total_BKZ11, lse_BKZ11 = masked_softmax(s_BKZ1U, view.keep_BKZ1U)
     log_ratio_BKZ1U = jnp.log(jnp.where(teacher_BKZ1U > 0, teacher_BKZ1U, 1)) - (s_BKZ1U - lse_BKZ11)
-    kl_BKZ = jnp.where(view.keep, teacher_BKZ1U * log_ratio_BKZ1U, 0).sum(axis=(-1, -2))
+    kl_BKZ = jnp.where(view.keep_BKZ1U, teacher_BKZ1U * log_ratio_BKZ1U, 0).sum(axis=(-1, -2))
     return kl_BKZ, weights_BKZ1U / total_BKZ11 - teacher_BKZ1U
 
 
@@ -40,7 +40,8 @@ def index_kl(
     with_gradients: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """The loss of reference.py and, when asked for, its gradients (diq [B, T, K, I], dik [B, S, I]) in float32."""
-    batch, num_keys, num_kv_heads, _ = k_BSKH.shape
+    num_keys, num_kv_heads = k_BSKH.shape[1:3]
+    block_size = min(block_size, num_keys)
     dtype = accumulator(iq_BTKI, ik_BSI, q_BTNH, k_BSKH)
     k_BKSH = finite(k_BSKH.swapaxes(1, 2))
     ik_BKSI = for_heads(ik_BSI, num_kv_heads)
@@ -62,8 +63,8 @@ def index_kl(
         return (loss, dik_BKSI), view.mix(ds_BKZ1U, ik_BKSI.values)[:, :, :, 0].swapaxes(1, 2)
 
     width = max(k_BSKH.shape[-1], ik_BSI.shape[-1])
-    elements = batch * row_elements(ids_BKTR, num_keys, q_BTNH.shape[2], num_kv_heads, width, block_size)
+    elements = row_elements(ids_BKTR, k_BKSH, q_BTNH.shape[2], width, block_size)
     zeros = (jnp.zeros_like(weights_BT[0, 0], dtype), jnp.zeros_like(ik_BKSI.values, dtype) if with_gradients else None)
-    queries = (iq_BTKI, q_BTNH, weights_BT, None if ids_BKTR is None else ids_BKTR.swapaxes(1, 2), reach(layout))
+    queries = (iq_BTKI, q_BTNH, weights_BT, None if ids_BKTR is None else ids_BKTR.swapaxes(1, 2), layout.reach)
     (loss, dik_BKSI), diq_BTKI = scan_queries(chunk_loss, zeros, elements, queries)
     return loss, (diq_BTKI, dik_BKSI.sum(axis=1)) if with_gradients else None

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.checks import checked_layout, require_block_size, require_float, require_groups, require_ids, require_sizes
+from pallas_kernels.checks import checked_layout, require, require_block_size, require_float, require_groups, require_ids, require_sizes
 from pallas_kernels.sparse_attention import mosaic_gpu, reference, xla
 
 OP = "sparse_attention"
@@ -81,9 +81,12 @@ def sparse_attention(
       ValueError: shapes or numbers that contradict each other. Unsupported: see pallas_kernels.dispatch.
     """
     sizes = require_sizes(OP, q_BTNH=q_BTNH, k_BSKH=k_BSKH, ids_BKTR=ids_BKTR)
-    require_sizes(OP, k_BSK=k_BSKH[..., 0], v_BSK=v_BSKH[..., 0])
+    require(
+        v_BSKH.ndim == 4 and v_BSKH.shape[:3] == k_BSKH.shape[:3],
+        f"{OP}: v_BSKH has shape {v_BSKH.shape}; it must be [B, S, K, any width] with [B, S, K] = {k_BSKH.shape[:3]}, as in k_BSKH",
+    )
     require_float(OP, q_BTNH=q_BTNH, k_BSKH=k_BSKH, v_BSKH=v_BSKH)
-    require_ids(OP, ids_BKTR)
+    require_ids(OP, ids_BKTR=ids_BKTR)
     require_block_size(OP, sizes["S"], block_size)
     require_groups(OP, sizes["N"], sizes["K"])
     layout = checked_layout(OP, sizes, segments, positions, q_offset)

@@ -126,6 +126,16 @@ def test_pictures_never_move_the_text_rows(data: DataConfig, model: ModelConfig,
     np.testing.assert_array_equal(late.batch(2)[0].tokens_BT[2:4], mixture.batch(0)[0].tokens_BT[2:4])
 
 
+def test_a_streams_loss_weight_scales_its_rows_only(data: DataConfig, model: ModelConfig, pack: Pack, mixture: Mixture) -> None:
+    streams = tuple(dataclasses.replace(s, loss_weight=4.0) if s.kind == "captions" else s for s in data.streams)
+    plain, _ = mixture.batch(3)
+    weighted, _ = Mixture(dataclasses.replace(data, streams=streams), model, pack, seed=0).batch(3)
+    captions_B = (plain.visual_index_BT >= 0).any(axis=1)
+    assert 0 < captions_B.sum() < len(captions_B)
+    factor_B1 = np.where(captions_B, 4.0, 1.0)[:, None]
+    np.testing.assert_array_equal(weighted.loss_weights_BT, plain.loss_weights_BT * factor_B1)
+
+
 @pytest.mark.parametrize(("rows", "step", "expected"), [
     (((0, 8),), 5, 40),
     (((0, 0), (3, 2), (5, 4)), 3, 0),

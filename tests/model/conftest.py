@@ -1,13 +1,16 @@
-"""What the model's tests share: comparison by error ratio, and rows of documents as a Batch."""
+"""What the model's tests share: comparison by error ratio, weights without an initialiser, rows of documents as a Batch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from msa_jax.data.batch import Batch, check_batch
+from msa_jax.model.groups import path_names
 
 
 def error_ratio(actual: Any, expected: Any) -> float:
@@ -34,6 +37,37 @@ def compare_trees(actual: Any, expected: Any, limit: float = 1e-5) -> None:
 def assert_close() -> Callable[..., None]:
     """assert_close(actual, expected, limit=1e-5): every leaf of two trees by its error ratio."""
     return compare_trees
+
+
+def filled_module(make: Callable[[], Any], seed: int = 0) -> Any:
+    """The module that `make` describes, with random weights everywhere: norms and biases off their start, so that a forgotten
+    one shows. Compiles nothing; how weights really start has tests of its own."""
+    graphdef, state = nnx.split(nnx.eval_shape(make))
+    rng = np.random.default_rng(seed)
+
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        at_start = 1.0 if path_names(path)[-1] == "scale" else 0.0
+        return jnp.asarray(at_start + 0.2 * rng.normal(size=leaf.shape), jnp.float32)
+
+    return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(draw, state))
+
+
+@pytest.fixture(scope="session")
+def filled() -> Callable[..., Any]:
+    """filled(lambda: Module(...), seed=0) -> module."""
+    return filled_module
+
+
+def with_weights_of(module: Any, make: Callable[[], Any]) -> Any:
+    other = nnx.eval_shape(make)
+    nnx.update(other, nnx.state(module))
+    return other
+
+
+@pytest.fixture(scope="session")
+def rebuilt() -> Callable[..., Any]:
+    """rebuilt(module, lambda: Module(...)) -> the module so described, with the weights of the given one."""
+    return with_weights_of
 
 
 def documents_batch(rows: Sequence[Sequence[np.ndarray]], length: int, left: int = 0) -> Batch:

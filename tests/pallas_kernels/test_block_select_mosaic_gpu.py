@@ -99,7 +99,7 @@ def test_lowers_for_an_h200(case):
 
 
 @needs_mosaic
-@pytest.mark.slow
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", SMALL)
 def test_equals_the_reference_in_the_simulator(name):
     mosaic_tools.simulate(__file__, name)
@@ -107,7 +107,7 @@ def test_equals_the_reference_in_the_simulator(name):
 
 @needs_mosaic
 @needs_ptxas
-@pytest.mark.slow
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", ["paper", "many_blocks", "one_head_small_block"])
 def test_ptxas_spills_little(name):
     assert all(kernel.spill_bytes <= 128 for kernel in mosaic_tools.assemble(__file__, f"compile:{name}"))

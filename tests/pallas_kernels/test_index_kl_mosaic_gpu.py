@@ -87,8 +87,7 @@ SERVED = {
 }
 
 
-# Lowered in the fast tests too: one of each kind.
-SLOW = SERVED.keys() - {"paper", "documents", "prefix_documents"}
+FAST = {"paper", "documents", "prefix_documents"}  # lowered in the fast tests: one of each kind
 
 
 def loss(case: Case, ids, segments, implementation: str):
@@ -114,7 +113,10 @@ def assert_close(actual: tuple, case: Case) -> None:
 @needs_mosaic
 @pytest.mark.parametrize(
     "case",
-    [*SIMULATED.values(), *(pytest.param(case, marks=pytest.mark.slow if name in SLOW else ()) for name, case in SERVED.items())],
+    [
+        *(pytest.param(case, marks=pytest.mark.kernels) for case in SIMULATED.values()),
+        *(pytest.param(case, marks=() if name in FAST else pytest.mark.kernels) for name, case in SERVED.items()),
+    ],
     ids=[*SIMULATED, *(f"served_{name}" for name in SERVED)],
 )
 def test_value_and_gradient_lower_for_an_h200(case):
@@ -127,7 +129,7 @@ def test_value_and_gradient_lower_for_an_h200(case):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("transform", ["remat", "vmap", "scan"])
+@pytest.mark.parametrize("transform", ["vmap", *(pytest.param(name, marks=pytest.mark.kernels) for name in ("remat", "scan"))])
 def test_transformations_lower_for_an_h200(transform):
     case = Case(T=512, C=128, R=2)
     *arrays, ids, segments = case.arrays()
@@ -141,7 +143,7 @@ def test_transformations_lower_for_an_h200(transform):
 
 
 @needs_mosaic
-@pytest.mark.slow
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", SIMULATED)
 def test_equals_the_reference_in_the_simulator(name):
     mosaic_tools.simulate(__file__, name)
@@ -149,7 +151,7 @@ def test_equals_the_reference_in_the_simulator(name):
 
 @needs_mosaic
 @needs_ptxas
-@pytest.mark.slow
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", ["paper", "prefix_paper", "groups_of_2"])
 def test_ptxas_spills_little(name):
     assert all(kernel.spill_bytes <= 128 for kernel in mosaic_tools.assemble(__file__, f"compile:{name}"))

@@ -22,6 +22,12 @@ LIMIT = 5e-3
 DOCUMENTS = ((1, 150), (0, 7), (2, 200), (3, 1), (4, 154))
 
 
+# Bytes that a chunk may take; one chunk is lowered in the fast tests too.
+BUDGETS = pytest.mark.parametrize(
+    "budget", [pytest.param(1 << 34, id="one_chunk"), pytest.param(1 << 22, id="chunks", marks=pytest.mark.kernels)]
+)
+
+
 def arrays(T: int, K: int, G: int, width: int, dtype: str = "float32") -> tuple[jax.Array, ...]:
     """q, k, v, iq, ik."""
     sizes = ((T, K * G, width), (T, K, width), (T, K, width), (T, K, width), (T, width))
@@ -67,7 +73,7 @@ def test_equals_both_ops_in_turn(implementation, probed):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("budget", [1 << 34, 1 << 22], ids=["one_chunk", "chunks"])
+@BUDGETS
 @pytest.mark.parametrize("probed", [False, True])
 def test_lowers_for_an_h200(probed, budget):
     x = jax.eval_shape(lambda: arrays(512, 2, 16, 128, "bfloat16"))
@@ -81,7 +87,7 @@ def test_lowers_for_an_h200(probed, budget):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("budget", [1 << 34, 1 << 22], ids=["one_chunk", "chunks"])
+@BUDGETS
 @pytest.mark.parametrize("kept", [True, False])
 def test_lowers_in_shard_map(kept, budget):
     """Types must agree on what varies over the mesh, or the cotangents of kernels' results would be summed over it."""
@@ -106,7 +112,7 @@ def test_lowers_in_shard_map(kept, budget):
 
 
 @needs_mosaic
-@pytest.mark.slow
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", ["one_chunk", "chunks"])
 def test_gradients_equal_the_reference_in_the_simulator(name):
     mosaic_tools.simulate(__file__, name)

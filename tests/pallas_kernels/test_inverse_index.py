@@ -69,7 +69,7 @@ def check_slots(table, layout, rows, C):
     slots = table.to_slots(jnp.where(layout.segments_BS[..., None, None] > 0, x, jnp.nan), C)
     counted = layout.segments_BS > 0
     if layout.aligned is not None:
-        counted &= jnp.arange(S) <= layout.index_BT[:, -1:]
+        counted &= jnp.arange(S) <= layout.reach.index_BT[:, -1:]
     values = np.asarray(slots).reshape(B, -1, C)
     assert (np.sort(values[values > 0]) == np.asarray(x[..., 0, 0])[np.asarray(counted)]).all()
     assert ((values > 0).sum(axis=2) <= rows).all()

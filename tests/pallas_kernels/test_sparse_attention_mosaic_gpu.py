@@ -123,7 +123,7 @@ def assert_close(actual: tuple, wanted: tuple) -> None:
 @needs_mosaic
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if name in FAST else pytest.mark.slow) for name, case in {**SIMULATED, **SERVED}.items()],
+    [pytest.param(case, marks=() if name in FAST else pytest.mark.kernels) for name, case in {**SIMULATED, **SERVED}.items()],
     ids=[*SIMULATED, *(f"served_{name}" for name in SERVED)],
 )
 def test_outputs_and_gradients_lower_for_an_h200(case):
@@ -136,7 +136,7 @@ def test_outputs_and_gradients_lower_for_an_h200(case):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("transform", ["vmap", *(pytest.param(name, marks=pytest.mark.slow) for name in ("remat", "scan"))])
+@pytest.mark.parametrize("transform", ["vmap", *(pytest.param(name, marks=pytest.mark.kernels) for name in ("remat", "scan"))])
 def test_transformations_lower_for_an_h200(transform):
     q, k, v, ids, *_ = SIMULATED["plain"].arrays()
 
@@ -153,7 +153,7 @@ def test_transformations_lower_for_an_h200(transform):
 
 
 @needs_mosaic
-@pytest.mark.slow
+@pytest.mark.kernels
 def test_a_million_tokens_lower_for_an_h200():
     case = Case(T=1 << 20, K=4, H=128, C=128, R=16)
     q, k = (jax.ShapeDtypeStruct((1, case.T, heads, case.H), jnp.bfloat16) for heads in (case.K * case.G, case.K))
@@ -183,7 +183,7 @@ def test_refuses_what_it_does_not_serve(name):
 
 
 @needs_mosaic
-@pytest.mark.slow
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", SIMULATED)
 def test_equals_the_reference_in_the_simulator(name):
     mosaic_tools.simulate(__file__, name)
@@ -191,7 +191,7 @@ def test_equals_the_reference_in_the_simulator(name):
 
 @needs_mosaic
 @needs_ptxas
-@pytest.mark.slow
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", ["paper", "documents", "half"])
 def test_ptxas_spills_little(name):
     assert all(kernel.spill_bytes <= 128 for kernel in mosaic_tools.assemble(__file__, f"compile:{name}"))

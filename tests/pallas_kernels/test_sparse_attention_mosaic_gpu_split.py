@@ -19,7 +19,7 @@ SEGMENTS = {"one": None, "documents": ((0, 2), (1, 48), (2, 7), (0, 3), (3, 36))
 
 
 @needs_mosaic
-@pytest.mark.slow
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", SEGMENTS)
 def test_split_in_the_simulator(name):
     mosaic_tools.simulate(__file__, name)

@@ -53,6 +53,12 @@ def test_loss_curves(run: Run) -> None:
     assert overlapping_texts(figure) == []
 
 
+def test_groups_with_the_same_learning_rate_share_a_line(run: Run) -> None:
+    rows = [row | {"lr/index": row["lr/trunk"]} for row in run.metrics]
+    rate = loss_curves(dataclasses.replace(run, metrics=rows)).axes[2]
+    assert [text.get_text() for text in rate.get_legend().get_texts()] == ["trunk, index", "vision"]
+
+
 def test_loss_curves_of_a_run_without_msa_layers_or_metrics(run: Run) -> None:
     rows = [{"step": row["step"], "loss/lm": row["loss/lm"], "loss/kl": 0.0} for row in run.metrics]
     assert loss_curves(dataclasses.replace(run, metrics=rows)).axes[1].get_yscale() == "linear"
@@ -61,7 +67,8 @@ def test_loss_curves_of_a_run_without_msa_layers_or_metrics(run: Run) -> None:
 
 
 def test_running_mean_by_hand() -> None:
-    np.testing.assert_allclose(running_mean(np.array([1.0, 3.0, 5.0, 1.0]), 2), [1, 2, 4, 3])
+    np.testing.assert_allclose(running_mean(np.array([1.0, 3.0, 5.0, 1.0]), 3), [2, 3, 3, 3])
+    np.testing.assert_allclose(running_mean(np.array([1.0, 3.0]), 1), [1, 3])
 
 
 def test_block_states_by_hand() -> None:
@@ -87,7 +94,8 @@ def test_selection_map(run: Run) -> None:
     assert figure.axes[2].get_xlabel() == "key block (16 tokens each)"
     data = run.arrays["selection_map"]
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert [int(label.split()[-1]) for label in labels] == data["queries_Q"].tolist()
+    words = ["fox", "fox", "waving ha…", "⏎", r"\$tree", "fox"]
+    assert labels == [f"{word}  {query}" for word, query in zip(words, data["queries_Q"], strict=True)]
     for axes, (x, head) in zip(figure.axes, [(0, 0), (3, 0), (0, 1), (3, 1)], strict=True):
         colours = [to_hex(patch.get_facecolor()).upper() for patch in axes.patches if isinstance(patch, Rectangle)]
         states = block_states(data, x, head)

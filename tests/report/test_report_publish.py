@@ -51,6 +51,7 @@ def test_several_runs_are_compared_and_each_keeps_its_figures(run_folder: Path, 
     assert ["plays", "bits/byte", "2.410", "2.300"] in rows
     assert ["plays", "bits/byte", "(bigram)", "3.610", "-"] in rows
     assert ["train:", "image", "gain", "1.200", "-"] in rows
+    assert ["index", "relative", "mass", "(random)", "0.550", "-"] in rows
     assert ["index", "KL,", "full", "prefix", "0.090", "-"] in rows
     assert {file.parent.parent.name for file in files} == {"native", "text_only"}
     assert len(files) == 6

@@ -1,7 +1,6 @@
 """A model of a few thousand parameters with every parameter group, and batches made without a data pack."""
 
-import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -41,56 +40,71 @@ EXPERIMENT = Experiment(
 )
 
 
+TEXT_EXPERIMENT = override(EXPERIMENT, {"model.vision": None, "data.streams": EXPERIMENT.data.streams[:1]})  # compiles in half the time
+
+
 class Batches:
     """Batch n is a function of n: text rows of two documents, caption rows whose pictures fill one patch sequence each."""
 
-    def __init__(self, experiment: Experiment, poison_at: int | None = None) -> None:
-        self._experiment, self._next, self._poison_at = experiment, 0, poison_at
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment, self._next = experiment, 0
 
     def __next__(self) -> Batch:
         self._next += 1
-        batch = make_batch(self._experiment, self._next - 1)
-        if self._next == self._poison_at:
-            batch.vision.patches_VLP[:] = np.nan
-        return batch
+        return make_batch(self._experiment, self._next - 1)
 
-    def get_state(self) -> dict[str, Any]:
-        return {"next": self._next}
+    def get_state(self) -> bytes:
+        return str(self._next).encode()
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._next = state["next"]
+    def set_state(self, state: bytes) -> None:
+        self._next = int(state)
 
 
 def make_batch(experiment: Experiment, number: int) -> Batch:
     random = np.random.default_rng(number)
-    text, captions = (stream.rows_at(number) for stream in experiment.data.streams)
+    text, captions = (*(stream.rows_at(number) for stream in experiment.data.streams), 0)[:2]
     rows, length, vision = text + captions, experiment.data.sequence_length, experiment.model.vision
     tokens_BT = random.integers(7, experiment.model.vocab_size, (rows, length), dtype=np.int32)
     tokens_BT[:, 1::2] = tokens_BT[:, ::2]  # every other token can be learned
     segments_BT, positions_BT, sources_BT = (np.zeros((rows, length), np.int32) for _ in range(3))
     visual_index_BT = np.full((rows, length), -1, np.int32)
+    # spread over the rows, so that each half of the batch owns half of the pictures
+    caption_rows = np.flatnonzero(np.arange(rows) % 2) if captions == text else np.arange(text, rows)
     for row in range(rows):
         cut, end = random.integers(8, 14), random.integers(16, length + 1)
         segments_BT[row, :cut], segments_BT[row, cut:end] = 1, 2
         positions_BT[row] = np.where(np.arange(length) < cut, np.arange(length), np.arange(length) - cut)
         positions_BT[row, end:] -= end - cut
-        sources_BT[row] = row % 2 if row < text else 2
-    tokens_a_sequence = vision.sequence_length // vision.merge**2
-    for row in range(captions):
-        visual_index_BT[text + row, 1 : 1 + tokens_a_sequence] = row * tokens_a_sequence + np.arange(tokens_a_sequence)
+        sources_BT[row] = 2 if row in caption_rows else row // 2 % 2
+    tokens_a_sequence = vision.sequence_length // vision.merge**2 if vision else 0
+    for picture, row in enumerate(caption_rows):
+        visual_index_BT[row, 1 : 1 + tokens_a_sequence] = picture * tokens_a_sequence + np.arange(tokens_a_sequence)
     sources_BT[segments_BT == 0] = -1
     followed_BT = np.diff(segments_BT, axis=1, append=0) == 0
     weights_BT = followed_BT & (segments_BT > 0) & (visual_index_BT < 0) & (np.roll(visual_index_BT, -1, axis=1) < 0)
     batch = Batch(
         tokens_BT, segments_BT, positions_BT, weights_BT.astype(np.float32), sources_BT, visual_index_BT,
-        VisionBatch(
-            random.uniform(-1, 1, (captions, vision.sequence_length, vision.patch_dim)).astype(np.float32),
-            np.ones((captions, vision.sequence_length), np.int32),
-            np.tile(np.stack([np.zeros(16, np.int32), *np.divmod(np.arange(16, dtype=np.int32), 4)], -1), (captions, 1, 1)),
-        ),
+        make_pictures(vision, captions, random) if vision else None,
     )  # fmt: skip
     check_batch(batch, vision)
     return batch
+
+
+def make_pictures(vision: VisionConfig, count: int, random: np.random.Generator) -> VisionBatch:
+    """Square pictures of 4 x 4 patches, one a sequence."""
+    coords_LA = np.stack([np.zeros(16, np.int32), *np.divmod(np.arange(16, dtype=np.int32), 4)], axis=-1)
+    patches_VLP = random.uniform(-1, 1, (count, 16, vision.patch_dim)).astype(np.float32)
+    return VisionBatch(patches_VLP, np.ones((count, 16), np.int32), np.tile(coords_LA, (count, 1, 1)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs of one experiment compile the same programs over and over; here each is compiled once, on any machine."""
+    before = jax.config.jax_compilation_cache_dir
+    if not before:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.fixture(scope="session")
@@ -98,15 +112,11 @@ def experiment() -> Experiment:
     return EXPERIMENT
 
 
-@pytest.fixture
-def changed(experiment: Experiment) -> Callable[..., Experiment]:
-    return functools.partial(_changed, experiment)
-
-
-def _changed(experiment: Experiment, **changes: Any) -> Experiment:
-    return override(experiment, {path.replace("__", "."): value for path, value in changes.items()})
-
-
 @pytest.fixture(scope="session")
-def batch() -> Batch:
-    return jax.device_put(make_batch(EXPERIMENT, 0))
+def text_experiment() -> Experiment:
+    return TEXT_EXPERIMENT
+
+
+def changed(experiment: Experiment, **changes: Any) -> Experiment:
+    """`changed(experiment, optim__learning_rate=0.1)`"""
+    return override(experiment, {path.replace("__", "."): value for path, value in changes.items()})

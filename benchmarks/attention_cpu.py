@@ -1,0 +1,197 @@
+"""What does MSA cost on a CPU, against dense attention of the same heads?
+
+    python benchmarks/attention_cpu.py [--repeats 5] [--lengths 4096 8192 16384] [--dense-length 8192] [--out results/attention_cpu]
+
+1. Long sequences, B1 N8 K2 H64 C64 R8: time and extra memory of sparse_attention forward + backward against
+   jax.nn.dot_product_attention, and whether the cost of a token stays flat as the sequence grows.
+2. A training step's size, B8 N4 K2 H32 I32 C16 R8 T512: all that MSA adds, select + attend + KL, forward + backward.
+
+Results are compared with the reference first; a run that differs stops. Every printed row is appended to <out>/<commit>.jsonl with
+commit, device and versions. Times are the best of the repeats; GFLOP/s stand beside those of a large matrix product ("roofline").
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.block_select.api import block_select
+from pallas_kernels.index_kl.api import index_kl
+from pallas_kernels.sparse_attention.api import sparse_attention
+from pallas_kernels.testing import Case, assert_close
+
+LONG = Case("long", T=0, S=0, B=1, K=2, G=4, H=64, width=64, I=64, C=64, R=8)
+STEP = Case("training step", T=512, S=512, B=8, K=2, G=2, H=32, width=32, I=32, C=16, R=8)
+LIMITS = {"time against dense": 0.3, "extra memory against dense": 0.1, "cost of a token, longest against shortest": 1.3}
+
+
+class Bench:
+    """Measures, prints and records; `facts` go into every row."""
+
+    def __init__(self, out: Path, repeats: int) -> None:
+        self.repeats = repeats
+        self.facts = facts()
+        self.path = out / f"{self.facts['commit']}.jsonl"
+        out.mkdir(parents=True, exist_ok=True)
+        self.roofline = self.matmul_gflops()
+
+    def record(self, name: str, **values: object) -> None:
+        line = ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items())
+        print(f"{name}: {line}", flush=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps({"name": name, **values, "roofline_gflops": self.roofline, **self.facts}) + "\n")
+
+    def matmul_gflops(self) -> float:
+        a = jnp.ones((2048, 2048))
+        seconds, _ = self.measure(jnp.matmul, a, a)
+        print(f"roofline: float32 matrix product 2048^3, {2 * 2048**3 / seconds / 1e9:.0f} GFLOP/s", flush=True)
+        return 2 * 2048**3 / seconds / 1e9
+
+    def measure(self, function: Callable, *arrays: jax.Array) -> tuple[float, int]:
+        """(best seconds, extra bytes) of the compiled function."""
+        compiled = jax.jit(function).lower(*arrays).compile()
+        jax.block_until_ready(compiled(*arrays))
+        seconds = []
+        for _ in range(self.repeats):
+            start = time.perf_counter()
+            jax.block_until_ready(compiled(*arrays))
+            seconds.append(time.perf_counter() - start)
+        return min(seconds), compiled.memory_analysis().temp_size_in_bytes
+
+    def compare(self, name: str, value: float) -> None:
+        self.record(name, ratio=value, limit=LIMITS[name], verdict="met" if value <= LIMITS[name] else "MISSED")
+
+
+def facts() -> dict[str, object]:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "../pallas_kernels", "attention_cpu.py")
+    return {
+        "commit": git("rev-parse", "--short=12", "HEAD") + ("-changed" if changed else ""),
+        "device": jax.devices()[0].device_kind,
+        "cores": len(os.sched_getaffinity(0)),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def inputs(case: Case) -> dict[str, jax.Array]:
+    random = case.random()
+    shapes = {
+        "iq": (case.B, case.T, case.K, case.I),
+        "ik": (case.B, case.S, case.I),
+        "q": (case.B, case.T, case.K * case.G, case.H),
+        "k": (case.B, case.S, case.K, case.H),
+        "v": (case.B, case.S, case.K, case.width),
+    }
+    return {name: jnp.asarray(case.normal(random, *shape)) for name, shape in shapes.items()}
+
+
+def dense_gradients(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
+    return jax.grad(lambda *qkv: jnp.sum(jax.nn.dot_product_attention(*qkv, is_causal=True) ** 2), argnums=(0, 1, 2))(q, k, v)
+
+
+def sparse_gradients(case: Case, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, implementation: str = "xla") -> tuple:
+    def loss(*qkv: jax.Array) -> jax.Array:
+        return jnp.sum(sparse_attention(*qkv, ids, block_size=case.C, implementation=implementation)[0] ** 2)
+
+    return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+
+def msa_gradients(case: Case, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Gradients of everything an MSA layer adds to its projections."""
+
+    def loss(arrays: dict[str, jax.Array]) -> jax.Array:
+        iq, ik, q, k, v = (arrays[name] for name in ("iq", "ik", "q", "k", "v"))
+        ids = block_select(iq, ik, block_size=case.C, num_blocks=case.R, implementation="xla").ids
+        out, _ = sparse_attention(q, k, v, ids, block_size=case.C, implementation="xla")
+        return jnp.sum(out**2) + index_kl(iq, ik, q, k, ids, block_size=case.C, implementation="xla")
+
+    return jax.grad(loss)(arrays)
+
+
+def select(case: Case, arrays: dict[str, jax.Array], implementation: str = "xla") -> jax.Array:
+    run = jax.jit(lambda iq, ik: block_select(iq, ik, block_size=case.C, num_blocks=case.R, implementation=implementation).ids)
+    return run(arrays["iq"], arrays["ik"])
+
+
+def check_parity() -> None:
+    """xla against the reference where blocks are chosen, and against dense attention where all are kept."""
+    for num_tokens in (LONG.R * LONG.C, 2176):
+        case = LONG._replace(T=num_tokens, S=num_tokens)
+        arrays = inputs(case)
+        qkv = (arrays["q"], arrays["k"], arrays["v"])
+        ids = select(case, arrays)
+        names = ("dq", "dk", "dv")
+        got = dict(zip(names, jax.jit(lambda *qkv: sparse_gradients(case, *qkv, ids))(*qkv), strict=True))
+        if num_tokens == LONG.R * LONG.C:
+            want = dict(zip(names, jax.jit(dense_gradients)(*qkv), strict=True))
+        else:
+            differing = np.mean(np.asarray(ids != select(case, arrays, "reference")).any(axis=-1))
+            assert differing < 1e-3, f"block_select differs from the reference in {differing:.1%} of the rows: more than near ties"
+            want = dict(zip(names, jax.jit(lambda *qkv: sparse_gradients(case, *qkv, ids, "reference"))(*qkv), strict=True))
+        assert_close(got, want, 5e-6)
+
+
+def long_sequences(bench: Bench, lengths: list[int], dense_length: int) -> None:
+    per_token = {}
+    for num_tokens in sorted({*lengths, dense_length}):
+        case = LONG._replace(T=num_tokens, S=num_tokens)
+        arrays = inputs(case)
+        qkv = (arrays["q"], arrays["k"], arrays["v"])
+        ids = select(case, arrays)
+        seconds, extra = bench.measure(lambda *qkv: sparse_gradients(case, *qkv, ids), *qkv)
+        kept = int((ids >= 0).sum()) * case.C
+        flops = 2 * (4 * case.H + 3 * case.width) * case.G * kept
+        per_token[num_tokens] = seconds / num_tokens
+        bench.record(
+            f"sparse_attention forward + backward, T={num_tokens}",
+            seconds=seconds, extra_bytes=extra, microseconds_per_token=1e6 * seconds / num_tokens, gflops=flops / seconds / 1e9,
+        )  # fmt: skip
+        seconds, extra_select = bench.measure(lambda iq, ik: select(case, {"iq": iq, "ik": ik}), arrays["iq"], arrays["ik"])
+        bench.record(f"block_select, T={num_tokens}", seconds=seconds, extra_bytes=extra_select)
+        if num_tokens == dense_length:
+            dense_seconds, dense_extra = bench.measure(dense_gradients, *qkv)
+            bench.record(f"dense forward + backward, T={num_tokens}", seconds=dense_seconds, extra_bytes=dense_extra)
+            bench.compare("time against dense", per_token[num_tokens] * num_tokens / dense_seconds)
+            bench.compare("extra memory against dense", extra / dense_extra)
+    costs = [per_token[num_tokens] for num_tokens in lengths]
+    bench.compare("cost of a token, longest against shortest", max(costs) / min(costs))
+
+
+def training_step(bench: Bench) -> None:
+    arrays = inputs(STEP)
+    seconds, extra = bench.measure(lambda arrays: msa_gradients(STEP, arrays), arrays)
+    dense_seconds, dense_extra = bench.measure(dense_gradients, arrays["q"], arrays["k"], arrays["v"])
+    bench.record(
+        f"select + attend + KL, forward + backward, B={STEP.B} T={STEP.T}",
+        seconds=seconds, extra_bytes=extra, dense_seconds=dense_seconds, dense_extra_bytes=dense_extra, ratio=seconds / dense_seconds,
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384], help="of the flatness check")
+    parser.add_argument("--dense-length", type=int, default=8192, help="where dense attention is measured (8192 needs 9 GB)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "attention_cpu")
+    arguments = parser.parse_args()
+    check_parity()
+    bench = Bench(arguments.out, arguments.repeats)
+    training_step(bench)
+    long_sequences(bench, arguments.lengths, arguments.dense_length)
+
+
+if __name__ == "__main__":
+    main()

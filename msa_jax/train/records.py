@@ -1,0 +1,100 @@
+"""What a run writes down: metrics.jsonl, evaluation.jsonl and TensorBoard. One writer a job.
+
+    metrics.jsonl      one object a step: {"step": 10, "loss": 5.1, "loss/lm": 4.9, ..., "tokens_per_second": 21000.0}
+    evaluation.jsonl   one object a value: {"step": 400, "name": "text/bits_per_byte/plays", "value": 2.5}
+
+Step n is the state after n updates. A resumed run takes back what lies beyond its checkpoint, so that every step stands once.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import SummaryWriter
+
+METRICS, EVALUATION, TENSORBOARD = "metrics.jsonl", "evaluation.jsonl", "tensorboard"
+
+
+class Records:
+    """Opens the records of `folder` for a run that continues at `step`; a context manager."""
+
+    def __init__(self, folder: Path, step: int = 0) -> None:
+        self._evaluation = folder / EVALUATION
+        _take_back(folder / METRICS, step)
+        self._evaluated = _take_back(self._evaluation, step)
+        self._metrics = (folder / METRICS).open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=step + 1, filename_suffix=f".from-{step}")
+
+    def __enter__(self) -> "Records":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._board.close()
+        self._metrics.close()
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """One step."""
+        row = {"step": step} | {name: _or_null(value) for name, value in scalars.items()}
+        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.flush()
+        self._show(step, scalars.items())
+
+    def write_evaluation(self, step: int, values: Iterable[tuple[str, float]]) -> None:
+        """All values of one evaluation, at once: a killed run leaves none or all of them."""
+        values = list(values)
+        rows = [json.dumps({"step": step, "name": name, "value": _or_null(value)}) + "\n" for name, value in values]
+        before = self._evaluation.read_text(encoding="utf-8") if self._evaluation.exists() else ""
+        _replace(self._evaluation, before + "".join(rows))
+        self._evaluated.append(step)
+        self._show(step, values)
+
+    def has_evaluation(self, step: int) -> bool:
+        return step in self._evaluated
+
+    def _show(self, step: int, values: Iterable[tuple[str, float]]) -> None:
+        for name, value in values:
+            self._board.add_scalar(name, value, step)
+
+
+class NotLearned(RuntimeError):
+    """A smoke run whose loss did not fall."""
+
+
+def check_learning(folder: Path) -> str:
+    """One line about the language loss of the first and the last five steps. Raises NotLearned unless it fell."""
+    losses = [json.loads(line)["loss/lm"] for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
+    first, last = (sum(few) / len(few) for few in (losses[:5], losses[-5:]))
+    line = f"language loss {first:.3f} -> {last:.3f} nats a token (means of the first and the last five of {len(losses)} steps)"
+    if not last < first:
+        raise NotLearned(f"{line}: it did not fall")
+    return line
+
+
+def _or_null(value: float) -> float | None:
+    """JSON has neither NaN nor infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _take_back(path: Path, last_step: int) -> list[int]:
+    """Drops lines beyond `last_step` and the half line of a killed writer; returns the steps that stay."""
+    if not path.exists():
+        return []
+    kept = [(step, line) for line in path.read_text(encoding="utf-8").splitlines() if (step := _step(line)) <= last_step]
+    _replace(path, "".join(line + "\n" for _, line in kept))
+    return [step for step, _ in kept]
+
+
+def _step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except json.JSONDecodeError:
+        return math.inf
+
+
+def _replace(path: Path, text: str) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)

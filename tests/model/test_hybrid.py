@@ -1,0 +1,325 @@
+"""The whole model: scanned equals unrolled, losses train their own groups, pictures land where they belong, nothing leaks."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from msa_jax.config import KINDS as DESCRIBED_KINDS
+from msa_jax.config import ModelConfig, MsaConfig, VisionConfig
+from msa_jax.data.batch import Batch, VisionBatch
+from msa_jax.model.block import KINDS, Block
+from msa_jax.model.groups import parameter_group
+from msa_jax.model.hybrid import HybridTransformer, ModelOutput
+
+ATTENTION = MsaConfig(d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, index_dim=8, block_size=4, num_blocks=2)
+VISION = VisionConfig(width=24, num_layers=1, num_heads=2, mlp_dim=32, patch_size=2, sequence_length=16)
+CONFIG = ModelConfig(attention=ATTENTION, vocab_size=64, num_layers=4, pattern="DM", mlp_dim=48, vision=VISION)
+T = 24
+RNG = np.random.default_rng(0)
+
+
+def described(**changes: Any) -> Callable[[], HybridTransformer]:
+    return lambda: HybridTransformer(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def model(filled: Callable) -> HybridTransformer:
+    return filled(described())
+
+
+@nnx.jit(static_argnames=("phase", "kl"))
+def compiled(model, batch, kl_denominator, phase, kl) -> ModelOutput:
+    return model(batch, phase, kl=kl, kl_denominator=kl_denominator, trace=True)
+
+
+def run(model: HybridTransformer, batch: Batch, phase: str = "sparse", *, kl: bool = True, kl_denominator=None) -> ModelOutput:
+    """The model's results as numpy arrays. Batches of one structure share a program."""
+    return jax.tree.map(np.asarray, compiled(model, batch, kl_denominator, phase, kl))
+
+
+DOCUMENTS = [[RNG.integers(1, 64, n) for n in lengths] for lengths in ([11, 11], [5, 11])]
+
+
+def no_pictures() -> VisionBatch:
+    return VisionBatch(np.zeros((2, 16, 12), np.float32), np.zeros((2, 16), np.int32), np.zeros((2, 16, 3), np.int32))
+
+
+def pictures(seed: int) -> VisionBatch:
+    """Sequence 0 holds two pictures of 2 x 4 patches, sequence 1 one of them and padding."""
+    h, w = np.array([0, 0, 1, 1] * 2), np.array([0, 1, 0, 1, 2, 3, 2, 3])
+    coords = np.stack([np.zeros(8, int), h, w], axis=-1)
+    empty = no_pictures()
+    patches = np.random.default_rng(seed).normal(size=(2, 16, 12)).astype(np.float32)
+    segments, coords_VLA = empty.segments_VL.copy(), empty.coords_VLA.copy()
+    for v, place in [(0, 0), (0, 1), (1, 0)]:
+        segments[v, 8 * place : 8 * place + 8], coords_VLA[v, 8 * place : 8 * place + 8] = place + 1, coords
+    return VisionBatch(np.where(segments[..., None] > 0, patches, 0).astype(np.float32), segments, coords_VLA)
+
+
+PLACES = {(0, 3): 0, (0, 4): 1, (0, 15): 4, (0, 16): 5, (1, 6): 3, (1, 7): 2}  # (row, t): flat index of the visual token [V * M]
+
+
+@pytest.fixture(scope="module")
+def plain(pack: Callable) -> Batch:
+    """Four documents in two rows, and empty picture slots."""
+    return pack(DOCUMENTS, T)._replace(vision=no_pictures())
+
+
+@pytest.fixture(scope="module")
+def illustrated(plain: Batch) -> Batch:
+    index = np.full((2, T), -1, np.int32)
+    for place, token in PLACES.items():
+        index[place] = token
+    return plain._replace(visual_index_BT=index, vision=pictures(0))
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_described_kind_exists() -> None:
+    assert set(KINDS) == set(DESCRIBED_KINDS)
+
+
+@nnx.jit
+def through(block: Block, x, segments, positions) -> tuple:
+    return block(x, segments, positions, return_selection=True)
+
+
+@pytest.mark.parametrize(("pattern", "depth"), [("D", 3), ("M", 3), ("DM", 5), ("DDM", 4)])
+def test_scan_equals_the_layers_one_by_one(filled: Callable, pack: Callable, assert_close: Callable, pattern: str, depth: int) -> None:
+    model = filled(described(pattern=pattern, num_layers=depth, vision=None))
+    batch = pack(DOCUMENTS, T)
+    output = run(model, batch)
+    x, kl = np.asarray(model.embed(batch)), []
+    for i, kind in enumerate((pattern * depth)[:depth]):
+        block = model.block(i)
+        assert type(block.attention) is KINDS[kind]
+        assert_close(output.trace.hidden_XBTD[i], x)
+        x, aux = through(block, x, batch.segments_BT, batch.positions_BT)
+        if kind == "M":
+            kl.append(float(aux.kl))
+            np.testing.assert_array_equal(output.trace.ids_XBKTR[i], aux.ids)
+        else:
+            assert (output.trace.ids_XBKTR[i] == -1).all()
+    assert_close(output.logits_BTE, model.logits(x))
+    assert output.logits_BTE.dtype == output.kl.dtype == jnp.float32
+    assert output.kl_X.shape == (len(kl),)
+    np.testing.assert_allclose(output.kl_X, kl, rtol=1e-5)
+    np.testing.assert_allclose(output.kl, np.mean(kl) if kl else 0, rtol=1e-5)
+    assert output.trace.ids_XBKTR.shape == (depth, 2, 2, T, 2)
+    with pytest.raises(IndexError, match=rf"block\({depth}\): the model has layers 0 .. {depth - 1}"):
+        model.block(depth)
+
+
+def test_weights_depend_on_their_name_alone() -> None:
+    """Arms of a study are paired: the pattern, the index branch, other layers and the trunk's width change nobody else's start."""
+    sparse, dense = described(num_layers=3)(), described(num_layers=3, pattern="D")()
+    for i in range(3):
+        ours, theirs = (dict(nnx.to_flat_state(nnx.state(model.block(i)))) for model in (sparse, dense))
+        assert len(theirs) > 5
+        for path, leaf in theirs.items():
+            np.testing.assert_array_equal(leaf[...], ours[path][...])
+    np.testing.assert_array_equal(sparse.embedding[...], dense.embedding[...])
+    assert (sparse.block(0).mlp.up.kernel[...] != sparse.block(2).mlp.up.kernel[...]).any()
+    wider = described(attention=dataclasses.replace(ATTENTION, num_heads=8), pattern="D", num_layers=1)()
+    for leaf, other in zip(*(jax.tree.leaves(nnx.state(model.vision)) for model in (sparse, wider)), strict=True):
+        np.testing.assert_array_equal(leaf, other)
+    assert (HybridTransformer(wider.config, rngs=nnx.Rngs(1)).embedding[...] != sparse.embedding[...]).any()
+
+
+def test_the_start_is_at_unit_scale(pack: Callable) -> None:
+    """Embeddings and logits of standard deviation 1, residual outputs damped by 1 / sqrt(2 L): the loss starts near ln E.
+
+    Only untied: tied, the input itself has logit sqrt(D) at the start.
+    """
+    wide = dataclasses.replace(ATTENTION, d_model=128)
+    model = described(attention=wide, vocab_size=512, vision=None, tie_embeddings=False)()
+    batch = pack([[RNG.integers(0, 512, T)] for _ in range(4)], T)
+    np.testing.assert_allclose(np.std(model.embed(batch)), 1, rtol=0.05)
+    block = model.block(1)
+    for linear, scale in [(block.mlp.up, 1), (block.mlp.down, 1 / np.sqrt(8)), (block.attention.index.q.linear, 1)]:
+        kernel = linear.kernel[...]
+        np.testing.assert_allclose(np.std(kernel) * np.sqrt(kernel.shape[0]), scale, rtol=0.05)
+    np.testing.assert_allclose(np.std(block.attention.main.out.kernel[...]) * np.sqrt(32), 1 / np.sqrt(8), rtol=0.05)
+    logits = run(model, batch).logits_BTE[:, :-1]
+    loss = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(batch.tokens_BT)[:, 1:, None], axis=-1).mean()
+    assert abs(loss - np.log(512)) < 1
+
+
+def test_tied_and_untied_embeddings(model: HybridTransformer, filled: Callable, plain: Batch) -> None:
+    x = np.random.default_rng(0).normal(size=(2, T, 32)).astype(np.float32)
+    np.testing.assert_allclose(model.logits(x), model.norm(x) @ model.embedding[...].T, atol=1e-5)
+    untied = filled(described(tie_embeddings=False))
+    np.testing.assert_allclose(untied.logits(x), untied.norm(x) @ untied.unembedding[...].T, atol=1e-5)
+    assert (untied.unembedding[...] != untied.embedding[...]).any()
+    np.testing.assert_allclose(model.embed(plain), model.embedding[...][plain.tokens_BT] * np.sqrt(32), rtol=1e-6)
+
+
+# --- who learns from what ---------------------------------------------------------------------------------------------
+
+
+@nnx.jit(static_argnames=("phase", "kl"))
+def pullback(model, batch, lm_bar, kl_bar, phase="sparse", kl=True) -> nnx.State:
+    """The gradient of lm_bar * language-model loss + kl_bar * kl."""
+
+    def loss(model: HybridTransformer) -> jax.Array:
+        output = model(batch, phase, kl=kl)
+        nll = -jnp.take_along_axis(jax.nn.log_softmax(output.logits_BTE[:, :-1]), batch.tokens_BT[:, 1:, None], -1)[..., 0]
+        return lm_bar * (nll * batch.loss_weights_BT[:, :-1]).mean() + kl_bar * output.kl
+
+    return nnx.grad(loss)(model)
+
+
+def by_group(state: nnx.State) -> dict[str, list[np.ndarray]]:
+    groups: dict[str, list[np.ndarray]] = {}
+    for path, leaf in nnx.to_flat_state(state):
+        groups.setdefault(parameter_group(path), []).append(np.asarray(leaf[...]))
+    return groups
+
+
+@pytest.mark.parametrize("phase", ["sparse", "warmup"])
+def test_each_loss_trains_its_own_groups_exactly(
+    model: HybridTransformer, rebuilt: Callable, illustrated: Batch, assert_close: Callable, phase: str
+) -> None:
+    """Through scan and remat, with pictures; without remat the gradients are the same."""
+    rematerialised = rebuilt(model, described(remat=True))
+    lm_bar, kl_bar = (pullback(rematerialised, illustrated, np.float32(lm), np.float32(1 - lm), phase) for lm in (1, 0))
+    lm, kl = by_group(lm_bar), by_group(kl_bar)
+    assert set(lm) == set(kl) == {"trunk", "index", "vision"}
+    for leaf in (*lm["index"], *kl["trunk"], *kl["vision"]):
+        assert not leaf.any()
+    for leaf in (*lm["trunk"], *lm["vision"], *kl["index"]):
+        layers = leaf if len(leaf) <= 2 else leaf[None]
+        assert (np.abs(layers).reshape(len(layers), -1).max(1) > 0).all(), "every layer learns"
+    if phase == "sparse":
+        both = pullback(model, illustrated, np.float32(1), np.float32(1))
+        assert_close(both, jax.tree.map(jnp.add, lm_bar, kl_bar))
+
+
+def test_without_kl_the_tree_stays_and_the_index_is_still(model: HybridTransformer, illustrated: Batch) -> None:
+    one = np.float32(1)
+    gradient = pullback(model, illustrated, one, one, kl=False)
+    assert jax.tree.structure(gradient) == jax.tree.structure(nnx.state(model))
+    assert not any(leaf.any() for leaf in by_group(gradient)["index"])
+    output = run(model, illustrated, kl=False)
+    assert output.kl == 0
+    assert not output.kl_X.any()
+    np.testing.assert_array_equal(output.logits_BTE, run(model, illustrated).logits_BTE)
+
+
+def test_text_alone_trains_no_vision(model: HybridTransformer, rebuilt: Callable, plain: Batch) -> None:
+    one = np.float32(1)
+    gradient = pullback(rebuilt(model, described(remat=True)), plain, one, one)
+    assert not any(leaf.any() for leaf in by_group(gradient)["vision"])
+
+
+def test_microbatches_share_one_denominator(model: HybridTransformer, plain: Batch) -> None:
+    whole = run(model, plain)
+    tokens = np.float32((plain.segments_BT > 0).sum())
+    parts = [plain._replace(segments_BT=np.where(np.arange(2)[:, None] == row, plain.segments_BT, 0)) for row in range(2)]
+    np.testing.assert_allclose(sum(run(model, part, kl_denominator=tokens).kl for part in parts), whole.kl, rtol=1e-5)
+
+
+# --- documents, padding, causality ------------------------------------------------------------------------------------
+
+
+def test_packed_and_padded_equal_separate(model: HybridTransformer, plain: Batch, pack: Callable, assert_close: Callable) -> None:
+    packed = run(model, plain)
+    for row, start, number in [(0, 0, 0), (0, 11, 1), (1, 5, 1)]:
+        for left in (0, T - 11):
+            alone = run(model, pack([[DOCUMENTS[row][number]], []], T, left=left)._replace(vision=no_pictures()))
+            ours, theirs = slice(start, start + 11), slice(left, left + 11)
+            assert_close(packed.logits_BTE[row, ours], alone.logits_BTE[0, theirs])
+            np.testing.assert_array_equal(packed.trace.ids_XBKTR[:, row, :, ours], alone.trace.ids_XBKTR[:, 0, :, theirs])
+
+
+def test_the_future_changes_no_bit(model: HybridTransformer, illustrated: Batch) -> None:
+    before = run(model, illustrated).logits_BTE
+    for t in (1, 5, 12, 20):
+        tokens = illustrated.tokens_BT.copy()
+        tokens[:, t:] = (tokens[:, t:] + 7) % 64
+        after = run(model, illustrated._replace(tokens_BT=tokens)).logits_BTE
+        np.testing.assert_array_equal(after[:, :t], before[:, :t])
+        assert (after[0, t] != before[0, t]).any()
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def test_visual_tokens_land_on_their_places(model: HybridTransformer, plain: Batch, illustrated: Batch) -> None:
+    embed = nnx.jit(lambda model, batch: (model.embed(batch), model.vision(batch.vision)))
+    x, visual = (np.asarray(array) for array in embed(model, illustrated))
+    text, _ = (np.asarray(array) for array in embed(model, plain))
+    assert visual.shape == (2 * 4, 32)
+    for row, t in np.ndindex(2, T):
+        if (row, t) in PLACES:
+            np.testing.assert_allclose(x[row, t], visual[PLACES[row, t]], rtol=1e-5, atol=1e-6)
+            assert np.abs(x[row, t] - text[row, t]).max() > 0.1
+        else:
+            np.testing.assert_array_equal(x[row, t], text[row, t])
+
+
+def test_text_is_the_same_bits_whatever_the_pictures_hold(model: HybridTransformer, illustrated: Batch) -> None:
+    """Row 0 has pictures from t = 3 and in its second document, row 1 none here."""
+    index = np.where(np.arange(2)[:, None] == 0, illustrated.visual_index_BT, -1)
+    batch = illustrated._replace(visual_index_BT=index)
+    first, other = (run(model, batch._replace(vision=pictures(seed))).logits_BTE for seed in (1, 2))
+    for row, before in [(0, slice(0, 3)), (0, slice(11, 15)), (1, slice(0, T))]:
+        np.testing.assert_array_equal(first[row, before], other[row, before])
+    assert (first[0, 3:11] != other[0, 3:11]).any(-1).all(), "what follows a picture sees it"
+    poisoned = pictures(1)
+    poisoned = poisoned._replace(patches_VLP=np.where(poisoned.segments_VL[..., None] == 0, np.float32(np.nan), poisoned.patches_VLP))
+    np.testing.assert_array_equal(run(model, batch._replace(vision=poisoned)).logits_BTE, first)
+    np.testing.assert_array_equal(run(model, batch._replace(vision=no_pictures())).logits_BTE[1], first[1])
+
+
+def test_a_vision_tower_leaves_text_alone(model: HybridTransformer, plain: Batch, illustrated: Batch, assert_close: Callable) -> None:
+    """Against the same trunk without a tower, and with no picture slots at all."""
+    blind = nnx.eval_shape(described(vision=None))
+    nnx.update(blind, nnx.filter_state(nnx.state(model), lambda path, _: path[0] != "vision"))
+    assert_close(run(model, plain), run(blind, plain._replace(vision=None)), limit=1e-6)
+    embedded = model.embed(plain)
+    for vision in (None, VisionBatch(*(array[:0] for array in no_pictures()))):
+        np.testing.assert_array_equal(model.embed(plain._replace(vision=vision)), embedded)
+    with pytest.raises(ValueError, match=r"the batch has pictures but ModelConfig\.vision is None"):
+        blind(illustrated)
+
+
+# --- precision and size -----------------------------------------------------------------------------------------------
+
+
+def test_bfloat16_compute_is_close(model: HybridTransformer, rebuilt: Callable, illustrated: Batch, assert_close: Callable) -> None:
+    """In the dense phase, where no rounded score can choose another block."""
+    half = rebuilt(model, described(dtype="bfloat16"))
+    output, expected = run(half, illustrated, "warmup"), run(model, illustrated, "warmup")
+    assert output.trace.hidden_XBTD.dtype == jnp.bfloat16
+    assert output.logits_BTE.dtype == output.kl.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(half))} == {jnp.dtype("float32")}
+    real = illustrated.segments_BT > 0
+    assert_close(output.logits_BTE[real], expected.logits_BTE[real], limit=0.03)
+    assert_close(output.kl_X, expected.kl_X, limit=0.1)
+
+
+def test_a_large_model_traces_without_memory() -> None:
+    """MiniMax-M3's attention at a context of 8,192: forward and backward, scanned and rematerialised."""
+    attention = MsaConfig(d_model=6144, num_heads=64, num_kv_heads=4, head_dim=128, rotary_dim=64)
+    config = ModelConfig(
+        attention=attention, vocab_size=200_064, num_layers=7, pattern="DDDMMMM", mlp_dim=12288, tie_embeddings=False,
+        dtype="bfloat16", remat=True,
+    )  # fmt: skip
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: HybridTransformer(config, rngs=nnx.Rngs(0))))
+    row = jax.ShapeDtypeStruct((1, 8192), jnp.int32)
+
+    def loss(params: nnx.State, batch: Batch) -> jax.Array:
+        output = nnx.merge(graphdef, params)(batch)
+        return output.logits_BTE.mean() + output.kl
+
+    gradient = jax.eval_shape(jax.grad(loss), params, Batch(row, row, row, row, row, row, None))
+    assert jax.tree.map(lambda leaf: leaf.shape, gradient) == jax.tree.map(lambda leaf: leaf.shape, params)
+    assert gradient["layers"][1][0]["attention"]["index"]["q"]["linear"]["kernel"].shape == (4, 6144, 4, 128)

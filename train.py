@@ -1,0 +1,79 @@
+"""Trains a config: builds data, model and evaluators, fits, prints what was learned. Everything of substance is in msa_jax."""
+
+import argparse
+import contextlib
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+from msa_jax import config, report
+from msa_jax.config import ConfigError
+from msa_jax.data.batch import BatchError
+from msa_jax.data.pack import Pack, PackError
+from msa_jax.data.pipeline import StateError, train_batches
+from msa_jax.eval import suite
+from msa_jax.train.checkpoint import CheckpointError
+from msa_jax.train.guard import NonFiniteError
+from msa_jax.train.interrupt import Interrupted
+from msa_jax.train.loop import fit
+from msa_jax.train.records import NotLearned, check_learning
+from msa_jax.train.state import build
+from msa_jax.train.workdir import WorkdirError, open_workdir, provenance, record
+from pallas_kernels import dispatch
+
+EXAMPLES = """examples:
+  python train.py                                                  the CPU size of configs/native.py, into runs/native
+  python train.py --config configs/native.py --variant s           a larger size of it, into runs/native-s
+  python train.py --set optim.learning_rate=1e-3 --workdir runs/x  change any value; repeat --set for more
+  python train.py --config configs/ablations/index_recipe.py --variant no_warmup --smoke
+
+The same command continues a run that was stopped; Ctrl-C saves first. Results: RUN/evaluation.jsonl, RUN/figures/*.png."""
+USER_ERRORS = (ConfigError, PackError, StateError, BatchError, WorkdirError, CheckpointError, dispatch.Unsupported, OSError)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/native.py", metavar="FILE", help="a Python file with config() (%(default)s)")
+    parser.add_argument("--variant", metavar="NAME", help="one of the file's variants(): a dictionary of differences")
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change one value by its dotted path")
+    parser.add_argument("--workdir", type=Path, metavar="RUN", help="run folder (runs/ and the experiment's name)")
+    parser.add_argument("--force-new", action="store_true", help="move a run that is in the folder aside and start anew")
+    parser.add_argument("--smoke", action="store_true", help="under a minute on a CPU, made-up data; fails unless the loss fell")
+    try:
+        train(parser.parse_args(arguments))
+    except Interrupted as stopped:
+        print(f"{stopped}; continue with: {shlex.join(['python', 'train.py', *arguments])}", file=sys.stderr)
+        return stopped.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues from the last checkpoint, if there is one", file=sys.stderr)
+        return 130
+    except (NonFiniteError, NotLearned, *USER_ERRORS) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2 if isinstance(error, USER_ERRORS) else 1
+    return 0
+
+
+def train(options: argparse.Namespace) -> None:
+    experiment = config.load(options.config, options.variant, config.parse_changes(options.set))
+    folder = options.workdir or Path("runs") / experiment.name
+    with contextlib.ExitStack() as stack:
+        if options.smoke:
+            experiment = config.smoke(experiment)
+            folder = options.workdir or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "smoke"
+        pack = Pack.open(experiment.data.pack, experiment.seed)
+        batches = train_batches(experiment.data, experiment.model, pack, experiment.seed, experiment.train.microbatches)
+        stack.enter_context(contextlib.closing(batches))
+        graphdef, tx = build(experiment)
+        facts = provenance(Path(__file__).parent) | {"device": dispatch.device_kind()}
+        stack.enter_context(open_workdir(folder, experiment, facts, force_new=options.force_new))
+        evaluators = suite.build(experiment, pack, graphdef, folder)
+        fit(experiment, graphdef, tx, batches, folder, evaluators=evaluators, sources=pack.sources)
+        record(folder, {"implementations": dispatch.implementations_used()})
+        report.write(folder)
+        if options.smoke:
+            print(f"smoke: {check_learning(folder)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
