@@ -77,7 +77,10 @@ def test_help_shows_examples(train_py: ModuleType, capsys: pytest.CaptureFixture
         (["--set", "model.attention.num_heads=5"], "num_heads=5 is not divisible by num_kv_heads=2"),
         (["--set", "model.attention.block_size=0"], "block_size=0; it must be >= 1"),
         (["--set", "data.pack=data/none"], "data/none"),
-        (["--smoke", "--set", "model.attention.implementation=mosaic_gpu"], "implementation='mosaic_gpu'"),
+        (
+            ["--config", "configs/text_only.py", "--smoke", "--set", "model.attention.implementation=mosaic_gpu"],
+            "implementation='mosaic_gpu'",
+        ),
     ],
 )
 def test_a_wrong_configuration_is_one_clear_line(
@@ -153,11 +156,11 @@ def assert_same_runs(ours: Path, theirs: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_at_any_moment_a_run_continues_to_the_bit(tmp_path: Path) -> None:
-    """SIGKILL at seven moments, some of them in the middle of a save, then one run to the end; against a run that was left alone."""
+    """SIGKILL at five moments, some of them in the middle of a save, then one run to the end; against a run that was left alone."""
     reference, killed = tmp_path / "reference", tmp_path / "killed"
     finish(start(tmp_path, reference))
     random = np.random.default_rng(0)
-    for step in (2, 31, 60, 61, 150, 270, 399):
+    for step in (2, 31, 60, 270, 399):
         process = start(tmp_path, killed)
         wait_for_step(process, killed, step)
         time.sleep(float(random.uniform(0, 0.05)))

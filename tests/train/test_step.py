@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,28 +14,30 @@ from conftest import EXPERIMENT, SOURCES, TEXT_EXPERIMENT, changed, make_batch
 from msa_jax.config import Experiment
 from msa_jax.data.batch import Batch
 from msa_jax.model.groups import parameter_group
+from msa_jax.train.checkpoint import Checkpoints
 from msa_jax.train.loss import batch_totals, loss_fn
 from msa_jax.train.state import TrainState, build, init_state
 from msa_jax.train.step import Metrics, accumulate_gradients, make_train_step, parameter_names, phase_at, split_batch
 
 Result = tuple[TrainState, Metrics]
+QUICK = {"xla_backend_optimization_level": 0}  # compiles in half the time; what is compared here does not depend on it
 
 
 @functools.cache
 def initial(experiment: Experiment) -> TrainState:
-    return jax.jit(lambda: init_state(experiment, build(experiment)[1]))()
+    return jax.jit(lambda: init_state(experiment, build(experiment)[1]), compiler_options=QUICK)()
 
 
 @functools.cache
-def compiled_step(experiment: Experiment, phase: str) -> Callable[[TrainState, Batch], Result]:
+def compiled_step(experiment: Experiment, phase: str, quick: bool = True) -> Callable[[TrainState, Batch], Result]:
     graphdef, tx = build(experiment)
-    return jax.jit(make_train_step(experiment, graphdef, tx, phase, SOURCES))
+    return jax.jit(make_train_step(experiment, graphdef, tx, phase, SOURCES), compiler_options=QUICK if quick else None)
 
 
 @functools.cache
-def first_update(experiment: Experiment, start: Experiment, phase: str) -> Result:
+def first_update(experiment: Experiment, start: Experiment, phase: str, quick: bool = True) -> Result:
     """The state after one step of `experiment` from the initial state of `start`, on the host."""
-    return jax.device_get(compiled_step(experiment, phase)(initial(start), make_batch(start, 0)))
+    return jax.device_get(compiled_step(experiment, phase, quick)(initial(start), make_batch(start, 0)))
 
 
 def by_group(tree: Any) -> dict[str, list[np.ndarray]]:
@@ -44,11 +47,15 @@ def by_group(tree: Any) -> dict[str, list[np.ndarray]]:
     return groups
 
 
-@pytest.mark.parametrize(("phase", "start"), [("warmup", TEXT_EXPERIMENT), ("sparse", EXPERIMENT)], ids=["warmup", "sparse"])
+@pytest.mark.parametrize(
+    ("phase", "start"),
+    [("sparse", EXPERIMENT), pytest.param("warmup", TEXT_EXPERIMENT, marks=pytest.mark.slow)],
+    ids=["sparse", "warmup"],
+)
 def test_the_weight_of_the_index_loss_does_not_touch_the_other_groups(phase: str, start: Experiment) -> None:
-    """Bit for bit, from one state: the KL has no gradient there and no part in their clipping."""
-    without, _ = first_update(changed(start, train__kl_weight=0.0), start, phase)
-    with_kl, metrics = first_update(start, start, phase)
+    """Bit for bit, from one state, compiled as in a run: the KL has no gradient there and no part in their clipping."""
+    without, _ = first_update(changed(start, train__kl_weight=0.0), start, phase, quick=False)
+    with_kl, metrics = first_update(start, start, phase, quick=False)
     assert metrics.scalars["loss/kl"] > 0
     ours, theirs, before = by_group(without.params), by_group(with_kl.params), by_group(initial(start).params)
     for group in ("trunk", "vision"):
@@ -59,14 +66,14 @@ def test_the_weight_of_the_index_loss_does_not_touch_the_other_groups(phase: str
 
 
 def test_weight_zero_keeps_the_tree_and_gives_exact_zeros(experiment: Experiment) -> None:
-    state, metrics = first_update(changed(experiment, train__kl_weight=0.0), experiment, "sparse")
-    assert jax.tree.structure(state) == jax.tree.structure(first_update(experiment, experiment, "sparse")[0])
+    state, metrics = first_update(changed(experiment, train__kl_weight=0.0), experiment, "sparse", quick=False)
+    assert jax.tree.structure(state) == jax.tree.structure(initial(experiment))
     assert metrics.scalars["gradient_norm/index"] == metrics.scalars["loss/kl"] == metrics.scalars["loss/kl/layer_1"] == 0.0
     assert metrics.scalars["loss"] == metrics.scalars["loss/lm"]
 
 
 def test_metrics_say_what_happened(experiment: Experiment) -> None:
-    state, metrics = first_update(experiment, experiment, "sparse")
+    state, metrics = first_update(experiment, experiment, "sparse", quick=False)
     scalars, batch = metrics.scalars, make_batch(experiment, 0)
     assert state.step == 1
     assert scalars["loss"] == pytest.approx(scalars["loss/lm"] + scalars["loss/kl"], rel=1e-6)
@@ -96,7 +103,7 @@ def test_microbatches_equal_one_big_batch(experiment: Experiment) -> None:
     graphdef, _ = build(experiment)
     loss = functools.partial(loss_fn, graphdef=graphdef, phase="sparse", kl_weight=1.0, num_sources=3)
 
-    @functools.partial(jax.jit, static_argnums=1)
+    @functools.partial(jax.jit, static_argnums=1, compiler_options=QUICK)
     def gradients(params: Any, microbatches: int) -> Any:
         return accumulate_gradients(loss, params, batch, microbatches, experiment.model.vision.merge)
 
@@ -143,11 +150,31 @@ def test_bfloat16_computes_on_float32_masters(text_experiment: Experiment) -> No
     assert 0 < abs(metrics.scalars["loss/lm"] - exact) < 0.03 * exact, "bfloat16 has eight bits"
 
 
+def test_a_frozen_index_branch_can_be_saved_resumed_and_unfrozen(text_experiment: Experiment, tmp_path: Path) -> None:
+    """While frozen it stands still and its moments go on; afterwards the same state trains it."""
+    frozen = changed(text_experiment, optim__index__learning_rate_scale=0.0)
+    before = by_group(initial(text_experiment).params)
+    state, metrics = first_update(frozen, text_experiment, "warmup")
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(jax.device_put(state), b"1")
+    abstract = jax.eval_shape(lambda: init_state(text_experiment, build(text_experiment)[1]))
+    restored, _ = Checkpoints(tmp_path).restore(abstract)
+    after, _ = compiled_step(text_experiment, "warmup")(restored, make_batch(text_experiment, 1))
+    assert metrics.scalars["lr/index"] == 0.0
+    for start, still, moved in zip(before["index"], by_group(state.params)["index"], by_group(after.params)["index"], strict=True):
+        np.testing.assert_array_equal(start, still)
+        assert (still != moved).any()
+    assert all((start != moved).any() for start, moved in zip(before["trunk"], by_group(state.params)["trunk"], strict=True))
+    free = first_update(text_experiment, text_experiment, "warmup")[0]
+    for a, b in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(free.opt_state), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_a_donated_state_with_tied_embeddings_gives_the_same_step(text_experiment: Experiment) -> None:
     graphdef, tx = build(text_experiment)
     assert text_experiment.model.tie_embeddings
     state = jax.tree.map(jnp.copy, initial(text_experiment))
-    step = jax.jit(make_train_step(text_experiment, graphdef, tx, "warmup", SOURCES), donate_argnums=0)
+    step = jax.jit(make_train_step(text_experiment, graphdef, tx, "warmup", SOURCES), donate_argnums=0, compiler_options=QUICK)
     after, metrics = step(state, make_batch(text_experiment, 0))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
     expected, expected_metrics = first_update(text_experiment, text_experiment, "warmup")
@@ -183,7 +210,7 @@ def test_totals_count_the_whole_batch(experiment: Experiment) -> None:
 
 def test_initial_states_follow_the_seed(text_experiment: Experiment) -> None:
     tx = build(text_experiment)[1]
-    make = jax.jit(lambda seed: init_state(changed(text_experiment, seed=seed), tx), static_argnums=0)
+    make = jax.jit(lambda seed: init_state(changed(text_experiment, seed=seed), tx), static_argnums=0, compiler_options=QUICK)
     first, other = make(0), make(1)
     for a, b in zip(jax.tree.leaves(first.params), jax.tree.leaves(initial(text_experiment).params), strict=True):
         np.testing.assert_array_equal(a, b)
