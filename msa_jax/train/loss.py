@@ -27,7 +27,7 @@ class Totals(NamedTuple):
 class Losses(NamedTuple):
     """Shares of a (micro)batch in the loss, float32; those of all microbatches add up."""
 
-    lm: Float[Array, ""]  # nats a predicted token
+    lm: Float[Array, ""]  # nats a predicted token, weighted
     kl: Float[Array, ""]  # nats a real token, mean over MSA layers
     kl_X: Float[Array, "X"]  # the same by MSA layer
     nats_by_source: Float[Array, "sources"]  # sums, not means

@@ -15,7 +15,7 @@ from msa_jax.data.batch import Batch
 from msa_jax.model.attention import Phase
 from msa_jax.model.block import KINDS
 from msa_jax.model.groups import path_names
-from msa_jax.train.loss import Losses, batch_totals, loss_fn
+from msa_jax.train.loss import Losses, batch_totals, loss_fn, target_weights
 from msa_jax.train.optim import group_norms, square_sums
 from msa_jax.train.schedule import learning_rates
 from msa_jax.train.state import TrainState
@@ -25,7 +25,7 @@ class Metrics(NamedTuple):
     """Of one step. Scalars by name:
 
     loss, loss/lm, loss/kl, loss/kl/layer_2      nats a token; the layer's place in the model
-    loss/source/plays, tokens/source/plays       nats a predicted token of one source, and their (weighted) count
+    loss/source/plays, tokens/source/plays       nats a predicted token of one source, and how many there are
     tokens, tokens/text, tokens/visual           real tokens of the batch
     gradient_norm/trunk                          before clipping; also index, vision
     parameter_norm/trunk, lr/trunk               after the update, and the rate it used
@@ -66,8 +66,8 @@ def make_train_step(
             "loss/lm": losses.lm,
             "loss/kl": losses.kl,
             **{f"loss/kl/layer_{i}": kl for i, kl in zip(kl_layers, losses.kl_X, strict=True)},
-            **source_metrics(losses, sources),
-            **token_counts(batch),
+            **source_losses(losses, sources),
+            **token_counts(batch, sources),
             **{f"gradient_norm/{name}": norm for name, norm in norms.items()},
             **{f"parameter_norm/{name}": norm for name, norm in group_norms(params).items()},
             **{f"lr/{name}": jnp.asarray(rates[name](state.step), jnp.float32) for name in norms},
@@ -115,18 +115,17 @@ def _require_divisible(name: str, count: int, parts: int) -> None:
         raise ValueError(f"a batch of {count} {name} is not divisible by train.microbatches={parts}")
 
 
-def source_metrics(losses: Losses, sources: Sequence[str]) -> dict[str, Array]:
-    means = losses.nats_by_source / losses.weight_by_source  # 0 / 0 where a source is not in the batch
-    return {f"loss/source/{name}": mean for name, mean in zip(sources, means, strict=True)} | {
-        f"tokens/source/{name}": weight for name, weight in zip(sources, losses.weight_by_source, strict=True)
-    }
+def source_losses(losses: Losses, sources: Sequence[str]) -> dict[str, Array]:
+    """Weighted mean by source; 0 / 0 where a source is not in the batch."""
+    means = losses.nats_by_source / losses.weight_by_source
+    return {f"loss/source/{name}": mean for name, mean in zip(sources, means, strict=True)}
 
 
-def token_counts(batch: Batch) -> dict[str, Array]:
+def token_counts(batch: Batch, sources: Sequence[str]) -> dict[str, Array]:
     real_BT = jnp.asarray(batch.segments_BT) > 0
     visual_BT = jnp.asarray(batch.visual_index_BT) >= 0
-    return {
-        "tokens": real_BT.sum(dtype=jnp.int32),
-        "tokens/text": (real_BT & ~visual_BT).sum(dtype=jnp.int32),
-        "tokens/visual": visual_BT.sum(dtype=jnp.int32),
-    }
+    predicted_BT = target_weights(batch) > 0
+    sources_BT = jnp.asarray(batch.sources_BT)
+    masks = {"tokens": real_BT, "tokens/text": real_BT & ~visual_BT, "tokens/visual": visual_BT}
+    masks |= {f"tokens/source/{name}": predicted_BT & (sources_BT == i) for i, name in enumerate(sources)}
+    return {name: mask_BT.sum(dtype=jnp.int32) for name, mask_BT in masks.items()}

@@ -17,7 +17,7 @@ from msa_jax.model.groups import parameter_group
 from msa_jax.train.checkpoint import Checkpoints
 from msa_jax.train.loss import batch_totals, loss_fn
 from msa_jax.train.state import TrainState, build, init_state
-from msa_jax.train.step import Metrics, accumulate_gradients, make_train_step, parameter_names, phase_at, split_batch
+from msa_jax.train.step import Metrics, accumulate_gradients, make_train_step, parameter_names, phase_at, split_batch, token_counts
 
 Result = tuple[TrainState, Metrics]
 QUICK = {"xla_backend_optimization_level": 0}  # compiles in half the time; what is compared here does not depend on it
@@ -82,7 +82,7 @@ def test_metrics_say_what_happened(experiment: Experiment) -> None:
     assert scalars["tokens/visual"] == (batch.visual_index_BT >= 0).sum() == 8
     assert scalars["tokens/text"] + scalars["tokens/visual"] == scalars["tokens"]
     weight = {name: scalars[f"tokens/source/{name}"] for name in SOURCES}
-    assert sum(weight.values()) == batch.loss_weights_BT.sum()
+    assert [weight[name] for name in SOURCES] == [batch.loss_weights_BT[batch.sources_BT == i].sum() for i in range(3)]
     mean = sum(scalars[f"loss/source/{name}"] * weight[name] for name in SOURCES) / sum(weight.values())
     assert mean == pytest.approx(scalars["loss/lm"], rel=1e-5)
     assert scalars["lr/trunk"] == pytest.approx(1e-2 / 3)
@@ -91,6 +91,12 @@ def test_metrics_say_what_happened(experiment: Experiment) -> None:
     )
     assert metrics.finite.all()
     assert len(metrics.finite) == len(parameter_names(state.params)) == len(set(parameter_names(state.params)))
+
+
+def test_token_counts_do_not_depend_on_weights(experiment: Experiment) -> None:
+    batch = make_batch(experiment, 0)
+    heavy = batch._replace(loss_weights_BT=4 * batch.loss_weights_BT)
+    assert jax.tree.map(int, token_counts(heavy, SOURCES)) == jax.tree.map(int, token_counts(batch, SOURCES))
 
 
 def test_microbatches_equal_one_big_batch(experiment: Experiment) -> None:
