@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from msa_jax.config import ModelConfig
+from msa_jax.config import ModelConfig, MsaConfig
 from msa_jax.data.batch import Batch
 from msa_jax.model.attention import Phase
 from msa_jax.model.block import KINDS, Block
@@ -147,5 +147,5 @@ def _unit_pass(unit: nnx.List, x_BTD: Array, *, trace: bool, **options) -> tuple
     return x_BTD, outputs
 
 
-def _no_selection(x_BTD: Array, config) -> Array:
+def _no_selection(x_BTD: Array, config: MsaConfig) -> Array:
     return jnp.full((x_BTD.shape[0], config.num_kv_heads, x_BTD.shape[1], config.num_blocks), -1, jnp.int32)

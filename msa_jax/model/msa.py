@@ -125,4 +125,5 @@ class MsaAttention(nnx.Module):
                 iq_BTKI, ik_BTI, q_BTNH, k_BTKH, support_BKTR, block_size=config.block_size, weights_BT=weights_BT,
                 denominator=tokens, **documents,
             )  # fmt: skip
-        return self.main.out(out_BTNH), AttentionAux(loss, tokens, *((ids_BKTR, lse_BKT) if return_selection else (None, None)))
+        selection = (ids_BKTR, lse_BKT) if return_selection else (None, None)
+        return self.main.out(out_BTNH), AttentionAux(loss, tokens, *selection)

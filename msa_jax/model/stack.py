@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import ArrayLike
 
 Module = TypeVar("Module", bound=nnx.Module)
 Carry = TypeVar("Carry")
@@ -29,7 +30,7 @@ def scan_plan(kinds: str) -> tuple[tuple[str, int], ...]:
     return min(plans, key=lambda plan: (sum(len(unit) for unit, _ in plan), len(plan), [-len(unit) for unit, _ in plan]))
 
 
-def stack_modules(make: Callable[[nnx.Rngs], Module], key: jax.Array, layers: Sequence[int]) -> Module:
+def stack_modules(make: Callable[[nnx.Rngs], Module], key: jax.Array, layers: ArrayLike) -> Module:
     """One module whose parameters carry a leading axis, one entry a layer. Layer i starts from `key` folded with i."""
     return nnx.vmap(lambda layer: make(nnx.Rngs(params=jax.random.fold_in(key, layer))))(jnp.asarray(layers))
 

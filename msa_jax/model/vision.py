@@ -106,7 +106,7 @@ class VisionTower(nnx.Module):
             config.patch_dim, config.width, use_bias=False, dtype=dtype, kernel_init=fan_in_normal(), rngs=child("patch_embedding")
         )
         self.input_norm = layer_norm(config, child("input_norm"), dtype)
-        self.layers = stack_modules(lambda rngs: VisionBlock(config, rngs, dtype), child("layers").params(), range(config.num_layers))
+        self.layers = stack_modules(lambda rngs: VisionBlock(config, rngs, dtype), child("layers").params(), jnp.arange(config.num_layers))
         self.patch_projector = GeluMLP((config.width, d_model, d_model), rngs=child("patch_projector"), dtype=dtype)
         self.merge_projector = GeluMLP((config.merge**2 * d_model, d_model, d_model), rngs=child("merge_projector"), dtype=dtype)
 

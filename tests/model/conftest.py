@@ -11,26 +11,13 @@ from flax import nnx
 
 from msa_jax.data.batch import Batch, check_batch
 from msa_jax.model.groups import path_names
-
-
-def error_ratio(actual: Any, expected: Any) -> float:
-    """RMS(error) / RMS(expected); 0 where both are exactly zero, infinite where NaN or only the expected value is zero."""
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    assert actual.shape == expected.shape, f"shapes {actual.shape} and {expected.shape}"
-    error, size = np.sqrt(np.mean((actual - expected) ** 2)), np.sqrt(np.mean(expected**2))
-    if not np.isfinite(error) or (size == 0 and error > 0):
-        return float("inf")
-    return 0.0 if size == 0 else float(error / size)
+from pallas_kernels import testing
 
 
 def compare_trees(actual: Any, expected: Any, limit: float = 1e-5) -> None:
-    paths = jax.tree_util.tree_leaves_with_path(expected)
-    leaves = jax.tree.leaves(actual)
-    assert len(leaves) == len(paths) > 0
-    for leaf, (path, reference) in zip(leaves, paths, strict=True):
-        ratio = error_ratio(leaf, reference)
-        print(f"{jax.tree_util.keystr(path)}: error ratio {ratio:.2e}")
-        assert ratio <= limit, f"{jax.tree_util.keystr(path)}: error ratio {ratio:.2e} > {limit:.0e}"
+    names, references = zip(*jax.tree_util.tree_leaves_with_path(expected), strict=True)
+    names = [jax.tree_util.keystr(path) for path in names]
+    testing.assert_close(dict(zip(names, jax.tree.leaves(actual), strict=True)), dict(zip(names, references, strict=True)), limit)
 
 
 @pytest.fixture(scope="session")

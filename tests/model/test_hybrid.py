@@ -19,7 +19,7 @@ from msa_jax.model.hybrid import HybridTransformer, ModelOutput
 
 ATTENTION = MsaConfig(d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, index_dim=8, block_size=4, num_blocks=2)
 VISION = VisionConfig(width=24, num_layers=1, num_heads=2, mlp_dim=32, patch_size=2, sequence_length=16)
-CONFIG = ModelConfig(attention=ATTENTION, vocab_size=64, num_layers=4, pattern="DM", mlp_dim=48, vision=VISION)
+CONFIG = ModelConfig(attention=ATTENTION, vocab_size=64, num_layers=2, mlp_dim=48, vision=VISION)
 T = 24
 RNG = np.random.default_rng(0)
 
@@ -39,7 +39,9 @@ def compiled(model, batch, kl_denominator, phase, kl) -> ModelOutput:
 
 
 def run(model: HybridTransformer, batch: Batch, phase: str = "sparse", *, kl: bool = True, kl_denominator=None) -> ModelOutput:
-    """The model's results as numpy arrays. Batches of one structure share a program."""
+    """The model's results as numpy arrays. Batches of one structure share a program, so the default denominator is written out."""
+    if kl_denominator is None:
+        kl_denominator = np.float32((batch.segments_BT > 0).sum())
     return jax.tree.map(np.asarray, compiled(model, batch, kl_denominator, phase, kl))
 
 
@@ -91,11 +93,11 @@ def through(block: Block, x, segments, positions) -> tuple:
     return block(x, segments, positions, return_selection=True)
 
 
-@pytest.mark.parametrize(("pattern", "depth"), [("D", 3), ("M", 3), ("DM", 5), ("DDM", 4)])
+@pytest.mark.parametrize(("pattern", "depth"), [("D", 3), ("M", 3), ("DDM", 4)])
 def test_scan_equals_the_layers_one_by_one(filled: Callable, pack: Callable, assert_close: Callable, pattern: str, depth: int) -> None:
     model = filled(described(pattern=pattern, num_layers=depth, vision=None))
     batch = pack(DOCUMENTS, T)
-    output = run(model, batch)
+    output = compiled(model, batch, None, "sparse", True)
     x, kl = np.asarray(model.embed(batch)), []
     for i, kind in enumerate((pattern * depth)[:depth]):
         block = model.block(i)
@@ -119,7 +121,7 @@ def test_scan_equals_the_layers_one_by_one(filled: Callable, pack: Callable, ass
 
 def test_weights_depend_on_their_name_alone() -> None:
     """Arms of a study are paired: the pattern, the index branch, other layers and the trunk's width change nobody else's start."""
-    sparse, dense = described(num_layers=3)(), described(num_layers=3, pattern="D")()
+    sparse, dense = described(pattern="DM", num_layers=3)(), described(pattern="D", num_layers=3, vision=None)()
     for i in range(3):
         ours, theirs = (dict(nnx.to_flat_state(nnx.state(model.block(i)))) for model in (sparse, dense))
         assert len(theirs) > 5
@@ -127,10 +129,11 @@ def test_weights_depend_on_their_name_alone() -> None:
             np.testing.assert_array_equal(leaf[...], ours[path][...])
     np.testing.assert_array_equal(sparse.embedding[...], dense.embedding[...])
     assert (sparse.block(0).mlp.up.kernel[...] != sparse.block(2).mlp.up.kernel[...]).any()
-    wider = described(attention=dataclasses.replace(ATTENTION, num_heads=8), pattern="D", num_layers=1)()
-    for leaf, other in zip(*(jax.tree.leaves(nnx.state(model.vision)) for model in (sparse, wider)), strict=True):
+    wider = described(attention=dataclasses.replace(ATTENTION, num_heads=8), pattern="D", num_layers=1)
+    for leaf, other in zip(*(jax.tree.leaves(nnx.state(model.vision)) for model in (sparse, wider())), strict=True):
         np.testing.assert_array_equal(leaf, other)
-    assert (HybridTransformer(wider.config, rngs=nnx.Rngs(1)).embedding[...] != sparse.embedding[...]).any()
+    reseeded = HybridTransformer(dense.config, rngs=nnx.Rngs(1))
+    assert (reseeded.embedding[...] != dense.embedding[...]).any()
 
 
 def test_the_start_is_at_unit_scale(pack: Callable) -> None:
@@ -140,16 +143,15 @@ def test_the_start_is_at_unit_scale(pack: Callable) -> None:
     """
     wide = dataclasses.replace(ATTENTION, d_model=128)
     model = described(attention=wide, vocab_size=512, vision=None, tie_embeddings=False)()
-    batch = pack([[RNG.integers(0, 512, T)] for _ in range(4)], T)
-    np.testing.assert_allclose(np.std(model.embed(batch)), 1, rtol=0.05)
     block = model.block(1)
-    for linear, scale in [(block.mlp.up, 1), (block.mlp.down, 1 / np.sqrt(8)), (block.attention.index.q.linear, 1)]:
+    for linear, scale in [(block.mlp.up, 1), (block.mlp.down, 1 / 2), (block.attention.index.q.linear, 1)]:
         kernel = linear.kernel[...]
         np.testing.assert_allclose(np.std(kernel) * np.sqrt(kernel.shape[0]), scale, rtol=0.05)
-    np.testing.assert_allclose(np.std(block.attention.main.out.kernel[...]) * np.sqrt(32), 1 / np.sqrt(8), rtol=0.05)
-    logits = run(model, batch).logits_BTE[:, :-1]
-    loss = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(batch.tokens_BT)[:, 1:, None], axis=-1).mean()
-    assert abs(loss - np.log(512)) < 1
+    np.testing.assert_allclose(np.std(block.attention.main.out.kernel[...]) * np.sqrt(32), 1 / 2, rtol=0.05)
+    batch = pack([[RNG.integers(0, 512, T)] for _ in range(4)], T)
+    x = model.embed(batch)
+    np.testing.assert_allclose(np.std(x), 1, rtol=0.05)
+    np.testing.assert_allclose(np.std(model.logits(x)), 1, rtol=0.05)
 
 
 def test_tied_and_untied_embeddings(model: HybridTransformer, filled: Callable, plain: Batch) -> None:
@@ -164,12 +166,12 @@ def test_tied_and_untied_embeddings(model: HybridTransformer, filled: Callable, 
 # --- who learns from what ---------------------------------------------------------------------------------------------
 
 
-@nnx.jit(static_argnames=("phase", "kl"))
-def pullback(model, batch, lm_bar, kl_bar, phase="sparse", kl=True) -> nnx.State:
+@nnx.jit(static_argnames="phase")
+def pullback(model, batch, lm_bar, kl_bar, phase) -> nnx.State:
     """The gradient of lm_bar * language-model loss + kl_bar * kl."""
 
     def loss(model: HybridTransformer) -> jax.Array:
-        output = model(batch, phase, kl=kl)
+        output = model(batch, phase)
         nll = -jnp.take_along_axis(jax.nn.log_softmax(output.logits_BTE[:, :-1]), batch.tokens_BT[:, 1:, None], -1)[..., 0]
         return lm_bar * (nll * batch.loss_weights_BT[:, :-1]).mean() + kl_bar * output.kl
 
@@ -198,15 +200,14 @@ def test_each_loss_trains_its_own_groups_exactly(
         layers = leaf if len(leaf) <= 2 else leaf[None]
         assert (np.abs(layers).reshape(len(layers), -1).max(1) > 0).all(), "every layer learns"
     if phase == "sparse":
-        both = pullback(model, illustrated, np.float32(1), np.float32(1))
+        both = pullback(model, illustrated, np.float32(1), np.float32(1), "sparse")
         assert_close(both, jax.tree.map(jnp.add, lm_bar, kl_bar))
 
 
-def test_without_kl_the_tree_stays_and_the_index_is_still(model: HybridTransformer, illustrated: Batch) -> None:
-    one = np.float32(1)
-    gradient = pullback(model, illustrated, one, one, kl=False)
-    assert jax.tree.structure(gradient) == jax.tree.structure(nnx.state(model))
-    assert not any(leaf.any() for leaf in by_group(gradient)["index"])
+def test_without_kl_the_tree_stays_and_nothing_else_changes(model: HybridTransformer, illustrated: Batch) -> None:
+    graphdef, params = nnx.split(model)
+    gradient = jax.eval_shape(jax.grad(lambda params: nnx.merge(graphdef, params)(illustrated, kl=False).kl), params)
+    assert jax.tree.structure(gradient) == jax.tree.structure(params)
     output = run(model, illustrated, kl=False)
     assert output.kl == 0
     assert not output.kl_X.any()
@@ -215,7 +216,7 @@ def test_without_kl_the_tree_stays_and_the_index_is_still(model: HybridTransform
 
 def test_text_alone_trains_no_vision(model: HybridTransformer, rebuilt: Callable, plain: Batch) -> None:
     one = np.float32(1)
-    gradient = pullback(rebuilt(model, described(remat=True)), plain, one, one)
+    gradient = pullback(rebuilt(model, described(remat=True)), plain, one, one, "sparse")
     assert not any(leaf.any() for leaf in by_group(gradient)["vision"])
 
 
@@ -294,16 +295,18 @@ def test_a_vision_tower_leaves_text_alone(model: HybridTransformer, plain: Batch
 # --- precision and size -----------------------------------------------------------------------------------------------
 
 
-def test_bfloat16_compute_is_close(model: HybridTransformer, rebuilt: Callable, illustrated: Batch, assert_close: Callable) -> None:
-    """In the dense phase, where no rounded score can choose another block."""
-    half = rebuilt(model, described(dtype="bfloat16"))
-    output, expected = run(half, illustrated, "warmup"), run(model, illustrated, "warmup")
+def test_bfloat16_compute_is_close(
+    model: HybridTransformer, filled: Callable, rebuilt: Callable, illustrated: Batch, assert_close: Callable
+) -> None:
+    """Dense layers, where no rounded score can choose another block (tests/model/test_msa.py has the sparse layer)."""
+    dense = filled(described(pattern="D"))
+    half = rebuilt(dense, described(pattern="D", dtype="bfloat16"))
+    output, expected = run(half, illustrated), run(dense, illustrated)
     assert output.trace.hidden_XBTD.dtype == jnp.bfloat16
     assert output.logits_BTE.dtype == output.kl.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(half))} == {jnp.dtype("float32")}
     real = illustrated.segments_BT > 0
     assert_close(output.logits_BTE[real], expected.logits_BTE[real], limit=0.03)
-    assert_close(output.kl_X, expected.kl_X, limit=0.1)
 
 
 def test_a_large_model_traces_without_memory() -> None:

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,8 +8,8 @@ from flax import nnx
 from msa_jax.model.mlp import SwiGLU
 
 
-def test_equation() -> None:
-    mlp = SwiGLU(6, 10, rngs=nnx.Rngs(0))
+def test_equation(filled: Callable) -> None:
+    mlp = filled(lambda: SwiGLU(6, 10, rngs=nnx.Rngs(0)))
     x = np.random.default_rng(0).normal(size=(2, 3, 6)).astype(np.float32)
     gate, up, down = (np.asarray(linear.kernel[...], np.float64) for linear in (mlp.gate, mlp.up, mlp.down))
     hidden = (x @ gate) / (1 + np.exp(-(x @ gate))) * (x @ up)
@@ -15,6 +17,7 @@ def test_equation() -> None:
 
 
 def test_compute_dtype_leaves_the_weights_float32() -> None:
-    mlp = SwiGLU(6, 10, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
-    assert mlp(jnp.ones((1, 2, 6), jnp.bfloat16)).dtype == jnp.bfloat16
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(mlp))} == {jnp.dtype("float32")}
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: SwiGLU(6, 10, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
+    y = jax.eval_shape(lambda params, x: nnx.merge(graphdef, params)(x), params, jnp.ones((1, 2, 6)))
+    assert y.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from msa_jax.config import MsaConfig
-from msa_jax.model.attention import AttentionAux, document_positions
+from msa_jax.model.attention import AttentionAux, document_positions, kl_tokens
 from msa_jax.model.dense import DenseAttention
 from msa_jax.model.msa import MsaAttention
 
@@ -47,9 +47,9 @@ def compiled(layer, x, segments, positions, kl_denominator, phase, kl):
 
 
 def run(layer, x, segments=WHOLE, positions=None, phase="sparse", *, kl=True, kl_denominator=None) -> tuple[np.ndarray, AttentionAux]:
-    """The layer's results as numpy arrays. Calls of one shape share a program."""
-    if positions is None and segments is not None:
-        positions = np.asarray(document_positions(segments.shape[1], segments))
+    """The layer's results as numpy arrays. Calls of one shape share a program, so the defaults of the layer are written out."""
+    positions = np.asarray(document_positions(segments.shape[1], segments)) if positions is None else positions
+    kl_denominator = np.float32((segments > 0).sum()) if kl_denominator is None else kl_denominator
     return jax.tree.map(np.asarray, compiled(layer, x, segments, positions, kl_denominator, phase, kl))
 
 
@@ -114,9 +114,13 @@ def test_the_definition(layer: MsaAttention, x: np.ndarray, assert_close: Callab
     assert aux.lse.shape == (2, 2, T)
 
 
-def test_one_document_without_segments(layer: MsaAttention, x: np.ndarray, assert_close: Callable) -> None:
-    (y, aux), (expected, aux_expected) = run(layer, x, None), run(layer, x)
-    assert_close((y, aux), (expected, aux_expected), limit=1e-6)
+def test_defaults_are_one_document_and_its_tokens(layer: MsaAttention, x: np.ndarray, assert_close: Callable) -> None:
+    y, aux = compiled(layer, x, None, None, None, "sparse", True)
+    assert_close((y, aux), run(layer, x), limit=1e-6)
+    packed = jax.eval_shape(lambda x: layer(x, SEGMENTS)[1].tokens, x)
+    assert (packed.shape, packed.dtype) == ((), jnp.float32)
+    np.testing.assert_array_equal(kl_tokens(x, jnp.asarray(SEGMENTS), None), (SEGMENTS > 0).sum())
+    assert kl_tokens(x, None, None) == 2 * T
 
 
 # --- dense where it must be -------------------------------------------------------------------------------------------
@@ -124,7 +128,7 @@ def test_one_document_without_segments(layer: MsaAttention, x: np.ndarray, asser
 
 @pytest.fixture(scope="module")
 def output_and_gradients() -> Callable:
-    """(module, x, segments) -> output, and the gradients of the main weights and of x."""
+    """(module, x, segments) -> output, gradients of the main weights and of x, and those of the index weights, all without KL."""
 
     @nnx.jit
     def compute(module, x, segments):
@@ -136,7 +140,7 @@ def output_and_gradients() -> Callable:
             return (y * mix).sum(), y
 
         (_, y), (params_bar, x_bar) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
-        return y, params_bar["main"], x_bar
+        return (y, params_bar["main"], x_bar), {name: params_bar[name] for name in params_bar if name != "main"}
 
     return compute
 
@@ -148,7 +152,11 @@ def test_with_every_block_it_equals_dense(
     sparse = rebuilt(layer, described(num_blocks=7))
     dense = nnx.eval_shape(lambda: DenseAttention(CONFIG, rngs=nnx.Rngs(0)))
     nnx.update(dense.main, nnx.state(layer.main))
-    assert_close(output_and_gradients(sparse, x, segments), output_and_gradients(dense, x, segments))
+    (ours, index_bar), (theirs, nothing) = (output_and_gradients(module, x, segments) for module in (sparse, dense))
+    assert_close(ours, theirs)
+    assert not nothing
+    assert jax.tree.structure(index_bar["index"]) == jax.tree.structure(nnx.state(layer.index)), "the same tree, for the optimiser"
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(index_bar))
 
 
 def test_a_short_context_equals_dense_and_a_longer_one_does_not(layer: MsaAttention, x: np.ndarray, assert_close: Callable) -> None:
@@ -162,13 +170,13 @@ def test_a_short_context_equals_dense_and_a_longer_one_does_not(layer: MsaAttent
 # --- who learns from what ---------------------------------------------------------------------------------------------
 
 
-@nnx.jit(static_argnames=("phase", "kl", "remat"))
-def pullback(layer, x, y_bar, kl_bar, phase="sparse", kl=True, remat=False) -> tuple:
+@nnx.jit(static_argnames=("phase", "remat"))
+def pullback(layer, x, y_bar, kl_bar, phase="sparse", remat=False) -> tuple:
     """Gradients of y_bar * y + kl_bar * kl with respect to (parameters, x)."""
     graphdef, params = nnx.split(layer)
 
     def forward(params: nnx.State, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y, aux = nnx.merge(graphdef, params)(x, phase=phase, kl=kl)
+        y, aux = nnx.merge(graphdef, params)(x, phase=phase)
         return y, aux.kl
 
     return jax.vjp(jax.checkpoint(forward) if remat else forward, params, x)[1]((y_bar, kl_bar))
@@ -200,9 +208,6 @@ def test_without_kl_nothing_is_computed_and_nothing_changes(layer: MsaAttention,
     assert aux.kl > 0
     assert aux_off.kl == 0
     np.testing.assert_array_equal(y_off, y)
-    layer_bar, _ = pullback(layer, x, noise(3, *x.shape), np.float32(1), kl=False)
-    assert jax.tree.structure(layer_bar) == jax.tree.structure(nnx.state(layer)), "the same tree, for the optimiser"
-    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(layer_bar["index"]))
 
 
 def test_the_denominator_is_the_callers(layer: MsaAttention, x: np.ndarray) -> None:

@@ -39,7 +39,7 @@ def linear(rngs: nnx.Rngs) -> nnx.Linear:
 
 def test_a_layer_of_a_stack_is_the_layer_made_alone() -> None:
     key = jax.random.key(3)
-    stacked = stack_modules(linear, key, [2, 5, 7])
+    stacked = stack_modules(linear, key, np.array([2, 5, 7]))
     assert stacked.kernel.shape == (3, 4, 4)
     alone = linear(nnx.Rngs(params=jax.random.fold_in(key, 5)))
     np.testing.assert_array_equal(unstack_module(stacked, 1).kernel[...], alone.kernel[...])
@@ -47,7 +47,9 @@ def test_a_layer_of_a_stack_is_the_layer_made_alone() -> None:
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_scan_equals_a_loop(remat: bool) -> None:
-    stacked = nnx.List([stack_modules(linear, jax.random.key(0), [0, 2]), stack_modules(linear, jax.random.key(0), [1, 3])])
+    stacked = nnx.List(
+        [stack_modules(linear, jax.random.key(0), np.array([0, 2])), stack_modules(linear, jax.random.key(0), np.array([1, 3]))]
+    )
 
     def call(unit: nnx.List, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         outputs = []
