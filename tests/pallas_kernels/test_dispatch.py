@@ -95,8 +95,8 @@ def test_what_ran_is_recorded() -> None:
 
 
 def test_the_ops_say_plainly_what_is_missing() -> None:
-    for name in ("mosaic_gpu", "triton"):
-        with pytest.raises(Unsupported, match=f"block_select: implementation='{name}' does not exist for this op yet"):
+    for name, reason in (("mosaic_gpu", "needs an NVIDIA GPU and the device is 'cpu'"), ("triton", "does not exist for this op yet")):
+        with pytest.raises(Unsupported, match=f"block_select: implementation='{name}' {reason}"):
             block_select(jnp.ones((1, 4, 1, 2)), jnp.ones((1, 4, 2)), block_size=2, num_blocks=1, implementation=name)
 
 
