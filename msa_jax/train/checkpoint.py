@@ -26,6 +26,7 @@ from msa_jax.model.groups import path_names
 from msa_jax.train.state import TrainState
 
 FORMAT_VERSION = 1
+CHECKPOINTS = "checkpoints"  # in the run folder
 PARAMS, TRAINING = "params", "training"
 MOST_DIFFERENCES = 8  # listed in an error
 

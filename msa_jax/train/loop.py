@@ -12,7 +12,7 @@ from flax import nnx
 
 from msa_jax.config import Experiment
 from msa_jax.data.batch import Batch
-from msa_jax.train.checkpoint import Checkpoints, default_sharding
+from msa_jax.train.checkpoint import CHECKPOINTS, Checkpoints, default_sharding
 from msa_jax.train.guard import check_finite
 from msa_jax.train.interrupt import Interrupted, InterruptWatch
 from msa_jax.train.progress import Progress
@@ -51,7 +51,7 @@ def fit(
     """
     steps = experiment.train.steps
     with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", experiment.train.keep_checkpoints))
+        checkpoints = stack.enter_context(Checkpoints(folder / CHECKPOINTS, experiment.train.keep_checkpoints))
         state = start(experiment, tx, checkpoints, batches)
         step = int(jax.device_get(state.step))
         records = stack.enter_context(Records(folder, step))

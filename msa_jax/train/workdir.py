@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from msa_jax.config import Experiment, config_hash, difference, to_dict
+from msa_jax.train.checkpoint import CHECKPOINTS
+from msa_jax.train.records import METRICS
 
 FORMAT = 1
 CONFIG, UNFINISHED, LOCK = "config.json", "config.json.new", "lock"
@@ -76,7 +78,9 @@ def record(path: Path, facts: Mapping[str, Any]) -> None:
 
 
 def _claim(path: Path, experiment: Experiment) -> None:
-    if not (path / CONFIG).exists():
+    metrics = path / METRICS
+    has_steps = (path / CHECKPOINTS).exists() or (metrics.exists() and metrics.stat().st_size > 0)
+    if not (path / CONFIG).exists() or not has_steps:  # what failed before its first step holds no work and binds nobody
         _write(path, {"format": FORMAT, "hash": config_hash(experiment), "experiment": to_dict(experiment)})
         return
     stored = json.loads((path / CONFIG).read_text(encoding="utf-8"))

@@ -99,8 +99,8 @@ def test_a_missing_pack_says_which_command_builds_it(refused: Callable[..., str]
 
 def test_a_run_folder_of_another_configuration(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(TINY)
-    with open_workdir(tmp_path / "run", load(tmp_path / "tiny.py"), {}):
-        pass
+    with open_workdir(tmp_path / "run", load(tmp_path / "tiny.py"), {}) as folder:
+        (folder / "metrics.jsonl").write_text("{}")
     said = refused("--config", str(tmp_path / "tiny.py"), "--set", "train.steps=300", "--workdir", str(tmp_path / "run"))
     assert "train.steps: 400 there, 300 now" in said
     assert "--force-new" in said

@@ -36,9 +36,10 @@ def test_the_same_configuration_may_come_back(tmp_path: Path, experiment: Experi
     assert (tmp_path / "config.json").read_text() == before
 
 
-def test_another_configuration_is_refused_with_the_difference(tmp_path: Path, experiment: Experiment) -> None:
-    with open_workdir(tmp_path, experiment, FACTS):
-        pass
+@pytest.mark.parametrize("work", ["metrics.jsonl", "checkpoints"])
+def test_another_configuration_is_refused_with_the_difference(tmp_path: Path, experiment: Experiment, work: str) -> None:
+    with open_workdir(tmp_path, experiment, FACTS) as folder:
+        (folder / work).mkdir() if work == "checkpoints" else (folder / work).write_text("{}")
     other = override(experiment, {"optim.learning_rate": 0.5, "data.streams.0.rows": ((0, 4),)})
     with pytest.raises(WorkdirError) as refused, open_workdir(tmp_path, other, FACTS):
         pass
@@ -46,6 +47,15 @@ def test_another_configuration_is_refused_with_the_difference(tmp_path: Path, ex
     assert "data.streams.0.rows: [[0, 2]] there, [[0, 4]] now" in str(refused.value)
     assert "--force-new" in str(refused.value)
     assert json.loads((tmp_path / "config.json").read_text())["hash"] == config_hash(experiment)
+
+
+def test_a_run_that_failed_before_its_first_step_binds_nobody(tmp_path: Path, experiment: Experiment) -> None:
+    """As when the configuration turns out not to work on this device: the corrected one may use the same folder."""
+    with open_workdir(tmp_path, experiment, FACTS) as folder:
+        (folder / "metrics.jsonl").write_text("")
+    corrected = override(experiment, {"seed": 1})
+    with open_workdir(tmp_path, corrected, FACTS) as folder:
+        assert json.loads((folder / "config.json").read_text())["hash"] == config_hash(corrected)
 
 
 def test_force_new_moves_the_old_run_aside_and_deletes_nothing(tmp_path: Path, experiment: Experiment) -> None:
@@ -101,6 +111,7 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path, experiment: Experiment
 
 def test_another_format_is_refused(tmp_path: Path, experiment: Experiment) -> None:
     (tmp_path / "config.json").write_text('{"format": 7}')
+    (tmp_path / "metrics.jsonl").write_text("{}")
     with pytest.raises(WorkdirError, match="has format 7, this code writes 1"), open_workdir(tmp_path, experiment, FACTS):
         pass
 
@@ -109,6 +120,7 @@ def test_facts_that_change_on_the_way_are_all_kept(tmp_path: Path, experiment: E
     for commit in ("abc", "def", "def"):
         with open_workdir(tmp_path, experiment, {"commit": commit}) as folder:
             record(folder, {"implementations": {"index_kl": "xla"}})
+            (folder / "metrics.jsonl").write_text("{}")
     content = json.loads((tmp_path / "config.json").read_text())
     assert content["commit"] == "abc"
     assert content["implementations"] == {"index_kl": "xla"}
