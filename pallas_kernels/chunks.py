@@ -1,4 +1,4 @@
-"""How the xla forms walk a sequence: a scan over chunks of queries, each with a view of the keys that it may need.
+"""How the xla forms walk a sequence: one chunk of queries after the other, each with a view of the keys that it may need.
 
 `Dense` shows all S keys to every query of the chunk and masks: cheapest where S is a few times R * C.
 `Gathered` shows each query only the R * C keys of its blocks: cost and memory do not grow with S.
@@ -175,26 +175,37 @@ def row_elements(ids_BKTR: jax.Array | None, k_BKSH: Finite, num_heads: int, wid
 
 
 def scan_queries(body: Callable, carry: Any, elements: int, queries: Any) -> tuple[Any, Any]:
-    """lax.scan of `body(carry, chunk) -> (carry, outputs)` over chunks along axis 1 of the arrays in `queries`.
+    """Runs `body(carry, chunk) -> (carry, outputs)` over chunks along axis 1 of the arrays in `queries`; joins the outputs there.
 
     `elements` is the size, for one query of each batch row, of the largest array that `body` makes. A last chunk that is not
-    full is filled with zeros, which as a Reach see nothing. Outputs are joined along axis 1.
+    full is filled with zeros, which as a Reach see nothing.
+
+    A while loop, not lax.scan: where a model scans over its layers, the gradient of that scan would move every mask and every
+    constant out of an inner scan and keep it in memory, an array of a chunk's full size each.
     """
     num_queries = jax.tree.leaves(queries)[0].shape[1]
-    num_chunks = -(-num_queries // max(1, CHUNK_ELEMENTS // elements))
-    size = -(-num_queries // num_chunks)
+    size = -(-num_queries // -(-num_queries // max(1, CHUNK_ELEMENTS // elements)))
     num_chunks = -(-num_queries // size)
+    queries = jax.tree.map(lambda x: _pad_queries(x, num_chunks * size - num_queries), queries)
 
-    def split(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, ((0, 0), (0, num_chunks * size - num_queries)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], num_chunks, size, *x.shape[2:]), 1, 0)
+    def chunk(i: jax.Array | int) -> Any:
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * size, size, axis=1), queries)
 
-    def join(x: jax.Array) -> jax.Array:
-        x = jnp.moveaxis(x, 0, 1)
-        return x.reshape(x.shape[0], num_chunks * size, *x.shape[3:])[:, :num_queries]
+    def step(state: tuple) -> tuple:
+        i, carry, joined = state
+        carry, outputs = body(carry, chunk(i))
+        joined = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * size, axis=1), joined, outputs)
+        return i + 1, carry, joined
 
-    carry, outputs = jax.lax.scan(body, carry, jax.tree.map(split, queries))
-    return carry, jax.tree.map(join, outputs)
+    like = jax.tree.leaves(queries)[0]
+    shapes = jax.eval_shape(body, carry, chunk(0))[1]
+    joined = jax.tree.map(lambda x: jnp.zeros_like(like, x.dtype, (x.shape[0], num_chunks * size, *x.shape[2:])), shapes)
+    _, carry, joined = jax.lax.while_loop(lambda state: state[0] < num_chunks, step, (0, carry, joined))
+    return carry, jax.tree.map(lambda x: x[:, :num_queries], joined)
+
+
+def _pad_queries(x: jax.Array, amount: int) -> jax.Array:
+    return jnp.pad(x, ((0, 0), (0, amount)) + ((0, 0),) * (x.ndim - 2))
 
 
 def by_group(x_BZN: jax.Array, num_kv_heads: int) -> jax.Array:

@@ -8,8 +8,7 @@ from pallas_kernels.testing import Case, layout_arguments
 CASES = (
     Case("one token", T=1, S=1, G=1),
     Case("C - 1 tokens, as many as KV heads", T=3, S=3, K=3, G=2),
-    Case("C tokens", T=4, S=4, G=3),
-    Case("C + 1 tokens", T=5, S=5, K=1, G=4),
+    Case("C + 1 tokens", T=5, S=5, K=1, G=3),
     Case("R * C tokens", T=8, S=8, G=7, layout="left padding"),
     Case("R * C + 1 tokens", T=9, S=9, K=1, G=12, layout="right padding"),
     Case("R = T", T=6, S=6, R=6, C=2, G=8),

@@ -16,6 +16,7 @@ from pallas_kernels.index_kl.cases import CASES, inputs
 from pallas_kernels.testing import Case, assert_close
 
 SMALL = [case for case in CASES if case.S < 100]
+WARM_UP = [case for case in CASES if case.name in ("one token", "R * C tokens", "gathered, packed", "chunks of queries, masked")]
 # The reference and both views of the xla form, on a size that selects the view: S is at most 4 R C, or more.
 FORMS = {
     "reference": ("reference", Case("masked", T=37, S=37, C=4, R=3)),
@@ -34,9 +35,8 @@ def split(case: Case) -> tuple[tuple, jax.Array, dict]:
 
 @functools.partial(quick_jit, static_argnames=("block_size", "implementation"))
 def with_gradients(vectors: tuple, ids: jax.Array | None, **arguments: object) -> dict[str, jax.Array]:
-    """The loss and its gradients with respect to all four vectors."""
-    loss, gradients = jax.value_and_grad(lambda *vectors: index_kl(*vectors, ids, **arguments), argnums=(0, 1, 2, 3))(*vectors)
-    return {"loss": loss} | dict(zip(("diq", "dik", "dq", "dk"), gradients, strict=True))
+    loss, gradients = jax.value_and_grad(lambda *vectors: index_kl(*vectors, ids, **arguments), argnums=(0, 1))(*vectors)
+    return {"loss": loss} | dict(zip(("diq", "dik"), gradients, strict=True))
 
 
 def start(form: str) -> tuple[tuple, jax.Array, Callable]:
@@ -63,8 +63,7 @@ def test_reference_is_the_definition(case: Case) -> None:
     result = with_gradients(vectors, ids, block_size=case.C, implementation="reference", **layout)
     doubles = (np.asarray(x, np.float64) for x in vectors)
     loss, diq, dik = brute_force.index_kl(*doubles, np.asarray(ids), block_size=case.C, **layout)
-    names = ("loss", "diq", "dik")
-    assert_close({name: result[name] for name in names}, dict(zip(names, (loss, diq, dik), strict=True)), 2e-6)
+    assert_close(result, {"loss": loss, "diq": diq, "dik": dik}, 2e-6)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -74,7 +73,7 @@ def test_xla_equals_the_reference(case: Case) -> None:
     assert_close(got, want, 3e-6)
 
 
-@pytest.mark.parametrize("case", [SMALL[0], SMALL[4], SMALL[-1], CASES[-2]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", WARM_UP, ids=lambda case: case.name)
 def test_warm_up_covers_the_whole_prefix(case: Case) -> None:
     vectors, _, layout = split(case)
     got, want = (with_gradients(vectors, None, block_size=case.C, implementation=name, **layout) for name in ("xla", "reference"))
@@ -82,7 +81,7 @@ def test_warm_up_covers_the_whole_prefix(case: Case) -> None:
     if case in SMALL:
         doubles = (np.asarray(x, np.float64) for x in vectors)
         loss, diq, dik = brute_force.index_kl(*doubles, None, block_size=case.C, **layout)
-        assert_close(got, {"loss": loss, "diq": diq, "dik": dik, "dq": 0 * want["dq"], "dk": 0 * want["dk"]}, 3e-6)
+        assert_close(got, {"loss": loss, "diq": diq, "dik": dik}, 3e-6)
 
 
 @every_form
@@ -108,12 +107,16 @@ def test_a_perfect_student_has_no_loss(form: str) -> None:
     assert wrong["loss"] > 0.1
 
 
-@every_form
-def test_main_queries_and_keys_are_constants(form: str) -> None:
-    vectors, ids, run = start(form)
-    result = run(vectors, ids)
-    assert all((result[name] == 0).all() for name in ("dq", "dk"))
-    assert all((result[name] != 0).any() for name in ("diq", "dik"))
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_all_but_the_index_vectors_is_constant(implementation: str) -> None:
+    (iq, ik, *constants), ids, _ = split(FORMS["xla, masked"][1])
+    constants = (*constants, jnp.ones((2, 37)), jnp.float32(3))
+
+    def loss(q: jax.Array, k: jax.Array, weights: jax.Array, denominator: jax.Array) -> jax.Array:
+        options = {"block_size": 4, "implementation": implementation, "weights_BT": weights, "denominator": denominator}
+        return index_kl(iq, ik, q, k, ids, **options)
+
+    assert all((gradient == 0).all() for gradient in quick_jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*constants))
 
 
 @every_form
