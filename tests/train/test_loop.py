@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SOURCES, Batches, changed
+from tiny_experiment import SOURCES, Batches, changed
 
 from msa_jax.config import Experiment
 from msa_jax.data.batch import Batch

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import EXPERIMENT, SOURCES, TEXT_EXPERIMENT, changed, make_batch
+from tiny_experiment import EXPERIMENT, SOURCES, TEXT_EXPERIMENT, changed, make_batch
 
 from msa_jax.config import Experiment
 from msa_jax.data.batch import Batch
