@@ -1,6 +1,7 @@
 """The whole model: scanned equals unrolled, losses train their own groups, pictures land where they belong, nothing leaks."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -119,16 +120,36 @@ def test_scan_equals_the_layers_one_by_one(filled: Callable, pack: Callable, ass
         model.block(depth)
 
 
+def test_a_block_is_two_residual_steps(filled: Callable, plain: Batch, assert_close: Callable) -> None:
+    @nnx.jit
+    def both(block: Block, x: jax.Array, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
+        hidden = x + block.attention(block.attention_norm(x), segments)[0]
+        return block(x, segments)[0], hidden + block.mlp(block.mlp_norm(hidden))
+
+    block = filled(lambda: Block(CONFIG, "D", nnx.Rngs(0)))
+    assert_close(*both(block, np.random.default_rng(0).normal(size=(2, T, 32)).astype(np.float32), plain.segments_BT))
+
+
+def test_the_phase_reaches_the_layers(model: HybridTransformer, plain: Batch) -> None:
+    """Documents of 11 tokens, 8 keys selected: the first 8 see the same in both phases."""
+    sparse, dense = run(model, plain), run(model, plain, "warmup")
+    np.testing.assert_allclose(sparse.logits_BTE[0, :8], dense.logits_BTE[0, :8], atol=1e-4)
+    assert np.abs(sparse.logits_BTE[0, 8:11] - dense.logits_BTE[0, 8:11]).max() > 1e-3
+    np.testing.assert_array_equal(sparse.trace.ids_XBKTR[0], dense.trace.ids_XBKTR[0])
+
+
 def test_weights_depend_on_their_name_alone() -> None:
     """Arms of a study are paired: the pattern, the index branch, other layers and the trunk's width change nobody else's start."""
-    sparse, dense = described(pattern="DM", num_layers=3)(), described(pattern="D", num_layers=3, vision=None)()
-    for i in range(3):
+    sparse, dense = described(pattern="DDM", num_layers=4)(), described(pattern="D", num_layers=4, vision=None)()
+    for i in range(4):
         ours, theirs = (dict(nnx.to_flat_state(nnx.state(model.block(i)))) for model in (sparse, dense))
         assert len(theirs) > 5
         for path, leaf in theirs.items():
             np.testing.assert_array_equal(leaf[...], ours[path][...])
     np.testing.assert_array_equal(sparse.embedding[...], dense.embedding[...])
-    assert (sparse.block(0).mlp.up.kernel[...] != sparse.block(2).mlp.up.kernel[...]).any()
+    gates = [sparse.block(i).mlp.gate.kernel[...] for i in range(4)]
+    for one, other in [*itertools.combinations(gates, 2), (gates[0], sparse.block(0).mlp.up.kernel[...])]:
+        assert (one != other).any()
     wider = described(attention=dataclasses.replace(ATTENTION, num_heads=8), pattern="D", num_layers=1)
     for leaf, other in zip(*(jax.tree.leaves(nnx.state(model.vision)) for model in (sparse, wider())), strict=True):
         np.testing.assert_array_equal(leaf, other)

@@ -60,6 +60,8 @@ def test_scan_equals_a_loop(remat: bool) -> None:
 
     x = jnp.linspace(-1, 1, 8).reshape(2, 4)
     result, outputs = scan_modules(call, stacked, x, remat=remat)
+    traced = str(jax.make_jaxpr(lambda x: scan_modules(call, stacked, x, remat=remat))(x))
+    assert ("checkpoint" in traced or "remat" in traced) == remat
     hidden = interleave(outputs)
     for depth in range(4):
         np.testing.assert_allclose(hidden[depth], x, rtol=1e-6)
