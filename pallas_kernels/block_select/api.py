@@ -74,8 +74,6 @@ def block_select(
         f"{OP}: local_blocks={local_blocks} + init_blocks={init_blocks} with num_blocks={num_blocks}; "
         "both must be >= 0 and their sum at most num_blocks",
     )
-    scale = sizes["I"] ** -0.5 if scale is None else float(scale)
-    require(scale > 0, f"{OP}: scale={scale}; it must be > 0, since blocks are ranked by the scaled scores")
     layout = checked_layout(OP, sizes, segments, positions, q_offset)
     with jax.named_scope(OP):
         ids_BKTR, lse_BKT = dispatch.run(
@@ -89,6 +87,6 @@ def block_select(
             num_blocks=int(num_blocks),
             local_blocks=int(local_blocks),
             init_blocks=int(init_blocks),
-            scale=scale,
+            scale=sizes["I"] ** -0.5 if scale is None else float(scale),
         )
     return BlockSelection(ids_BKTR, lse_BKT)

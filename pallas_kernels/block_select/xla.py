@@ -5,6 +5,7 @@ Memory beside inputs and outputs: the scores of one chunk of queries against one
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -58,10 +59,12 @@ def _frame_scores(iq_BZKI: jax.Array, ik_BSI: jax.Array, chunk_reach: Reach, blo
     index_B1Z1, count_B1Z1, origin_B1Z1 = (x_BZ[:, None, :, None] for x_BZ in chunk_reach)
     after_B1Z1C = jnp.arange(block_size) >= (origin_B1Z1 % block_size)[..., None]
     size = chunk_frames * block_size
+    # A positive factor keeps the order and waits for the maxima; the sign cannot wait.
+    signed_BZKI = iq_BZKI * math.copysign(1, scale)
 
     def visit(i: jax.Array | int, maxima: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         ik_BUI = jax.lax.dynamic_slice_in_dim(ik_BSI, i * size, size, axis=1)
-        s_BKZU = einsum("bzki,bui->bkzu", iq_BZKI, ik_BUI)
+        s_BKZU = einsum("bzki,bui->bkzu", signed_BZKI, ik_BUI)
         seen_B1ZU = in_reach(i * size + jnp.arange(size), index_B1Z1, count_B1Z1)
         s_BKZU = jnp.where(seen_B1ZU & ~jnp.isnan(s_BKZU), s_BKZU, -jnp.inf)
         s_BKZJC = s_BKZU.reshape(*s_BKZU.shape[:3], chunk_frames, block_size)
@@ -81,8 +84,8 @@ def _frame_scores(iq_BZKI: jax.Array, ik_BSI: jax.Array, chunk_reach: Reach, blo
         first, last = _seen_keys(chunk_reach, ik_BSI.shape[1])
         after_BKZJ, before_BKZJ = jax.lax.fori_loop(first // size, last // size + 1, visit, (lowest_BKZJ, lowest_BKZJ))
     before_BKZY = jnp.concatenate([before_BKZJ, edge_BKZ1], axis=-1)
-    # Scaling by a positive number keeps the order, so it could wait for the maxima.
-    return jnp.maximum(jnp.concatenate([edge_BKZ1, after_BKZJ], axis=-1), before_BKZY) * scale
+    best_BKZY = jnp.maximum(jnp.concatenate([edge_BKZ1, after_BKZJ], axis=-1), before_BKZY)
+    return jnp.where(jnp.isneginf(best_BKZY), best_BKZY, best_BKZY * abs(scale))
 
 
 def _seen_keys(chunk_reach: Reach, num_keys: int) -> tuple[jax.Array, jax.Array]:

@@ -164,6 +164,15 @@ def test_positions_count_blocks_where_they_say() -> None:
     np.testing.assert_array_equal(sel.ids[0, 0], want)
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 7.0])
+def test_scale_may_be_any_number(scale: float) -> None:
+    case = Case("scale", T=43, S=43, R=3, I=16)
+    iq, ik, _ = arrays(case)
+    sel = {name: block_select(iq, ik, block_size=4, num_blocks=3, scale=scale, implementation=name) for name in BOTH}
+    np.testing.assert_array_equal(sel["xla"].ids, sel["reference"].ids)
+    assert_close({"lse": sel["xla"].lse}, {"lse": sel["reference"].lse}, 1e-6)
+
+
 def test_gradient_is_zero() -> None:
     case = Case("gradient", T=9, S=9)
     iq, ik, _ = arrays(case)
@@ -212,7 +221,6 @@ def test_memory_is_that_of_a_chunk() -> None:
         ({"block_size": 0}, r"block_select: S=8 with block_size=0; block_size must be >= 1"),
         ({"num_blocks": 0}, r"block_select: num_blocks=0; num_blocks must be an integer >= 1"),
         ({"local_blocks": 2, "init_blocks": 1}, r"local_blocks=2 \+ init_blocks=1 with num_blocks=2"),
-        ({"scale": 0.0}, r"scale=0\.0; it must be > 0"),
         ({"positions": np.zeros((1, 8), int)}, r"positions without segments; pass segments too"),
         ({"segments": np.zeros((1, 7), int)}, r"segments has shape \(1, 7\).*\[B, S\] = \(1, 8\)"),
         ({"segments": np.zeros((1, 8))}, r"segments has .* float.* must be integers"),
