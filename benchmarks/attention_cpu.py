@@ -7,10 +7,12 @@
 2. A training step's size, B8 N4 K2 H32 I32 C16 R8 T512: all that MSA adds, select + attend + KL, forward + backward.
 
 Results are compared with the reference first; a run that differs stops. Every printed row is appended to <out>/<commit>.jsonl with
-commit, device and versions. Times are the best of the repeats; GFLOP/s stand beside those of a large matrix product ("roofline").
+commit, device and versions. Times are the best of the repeats, on the wall clock and of the processor (the second is the steadier one
+on a shared machine); GFLOP/s stand beside those of a large matrix product ("roofline").
 """
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -18,6 +20,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +33,24 @@ from pallas_kernels.testing import Case, assert_close
 
 LONG = Case("long", T=0, S=0, B=1, K=2, G=4, H=64, width=64, I=64, C=64, R=8)
 STEP = Case("training step", T=512, S=512, B=8, K=2, G=2, H=32, width=32, I=32, C=16, R=8)
-LIMITS = {"time against dense": 0.3, "extra memory against dense": 0.1, "cost of a token, longest against shortest": 1.3}
+LIMITS = {
+    "time against dense": 0.3,
+    "extra memory against dense": 0.1,
+    "cost of a token, longest against shortest": 1.3,
+    "attention of a training step against dense": 1.5,
+}
+
+
+def sizes(case: Case) -> str:
+    return f"B{case.B} N{case.K * case.G} K{case.K} H{case.H} I{case.I} C{case.C} R{case.R}"
+
+
+class Cost(NamedTuple):
+    """Best wall-clock and processor seconds of a call, and the memory it needs beside arguments and results."""
+
+    seconds: float
+    cpu_seconds: float
+    extra_bytes: int
 
 
 class Bench:
@@ -51,20 +71,22 @@ class Bench:
 
     def matmul_gflops(self) -> float:
         a = jnp.ones((2048, 2048))
-        seconds, _ = self.measure(jnp.matmul, a, a)
+        seconds = self.measure({"matmul": (jnp.matmul, (a, a))})["matmul"].seconds
         print(f"roofline: float32 matrix product 2048^3, {2 * 2048**3 / seconds / 1e9:.0f} GFLOP/s", flush=True)
         return 2 * 2048**3 / seconds / 1e9
 
-    def measure(self, function: Callable, *arrays: jax.Array) -> tuple[float, int]:
-        """(best seconds, extra bytes) of the compiled function."""
-        compiled = jax.jit(function).lower(*arrays).compile()
-        jax.block_until_ready(compiled(*arrays))
-        seconds = []
-        for _ in range(self.repeats):
-            start = time.perf_counter()
-            jax.block_until_ready(compiled(*arrays))
-            seconds.append(time.perf_counter() - start)
-        return min(seconds), compiled.memory_analysis().temp_size_in_bytes
+    def measure(self, calls: dict[str, tuple[Callable, tuple]]) -> dict[str, Cost]:
+        """Cost of each compiled function; the repeats go round, so that a disturbance does not fall on one function alone."""
+        compiled = {name: jax.jit(function).lower(*arrays).compile() for name, (function, arrays) in calls.items()}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+        for repeat in range(self.repeats + 1):
+            for name, (_, arrays) in calls.items():
+                start, start_cpu = time.perf_counter(), time.process_time()
+                jax.block_until_ready(compiled[name](*arrays))
+                if repeat:  # the first one warms up
+                    times[name].append((time.perf_counter() - start, time.process_time() - start_cpu))
+        best = {name: [min(column) for column in zip(*rows, strict=True)] for name, rows in times.items()}
+        return {name: Cost(*best[name], compiled[name].memory_analysis().temp_size_in_bytes) for name in calls}
 
     def compare(self, name: str, value: float) -> None:
         self.record(name, ratio=value, limit=LIMITS[name], verdict="met" if value <= LIMITS[name] else "MISSED")
@@ -145,39 +167,42 @@ def check_parity() -> None:
 
 
 def long_sequences(bench: Bench, lengths: list[int], dense_length: int) -> None:
-    per_token = {}
-    for num_tokens in sorted({*lengths, dense_length}):
+    all_lengths, calls, flops = sorted({*lengths, dense_length}), {}, {}
+    for num_tokens in all_lengths:
         case = LONG._replace(T=num_tokens, S=num_tokens)
         arrays = inputs(case)
-        qkv = (arrays["q"], arrays["k"], arrays["v"])
+        qkv, index = (arrays["q"], arrays["k"], arrays["v"]), (arrays["iq"], arrays["ik"])
         ids = select(case, arrays)
-        seconds, extra = bench.measure(lambda *qkv: sparse_gradients(case, *qkv, ids), *qkv)
-        kept = int((ids >= 0).sum()) * case.C
-        flops = 2 * (4 * case.H + 3 * case.width) * case.G * kept
-        per_token[num_tokens] = seconds / num_tokens
-        bench.record(
-            f"sparse_attention forward + backward, T={num_tokens}",
-            seconds=seconds, extra_bytes=extra, microseconds_per_token=1e6 * seconds / num_tokens, gflops=flops / seconds / 1e9,
-        )  # fmt: skip
-        seconds, extra_select = bench.measure(lambda iq, ik: select(case, {"iq": iq, "ik": ik}), arrays["iq"], arrays["ik"])
-        bench.record(f"block_select, T={num_tokens}", seconds=seconds, extra_bytes=extra_select)
+        flops[num_tokens] = 2 * (4 * case.H + 3 * case.width) * case.G * int((ids >= 0).sum()) * case.C
+        calls[f"sparse {num_tokens}"] = (functools.partial(sparse_gradients, case), (*qkv, ids))
+        calls[f"select {num_tokens}"] = (lambda iq, ik, case=case: select(case, {"iq": iq, "ik": ik}), index)
         if num_tokens == dense_length:
-            dense_seconds, dense_extra = bench.measure(dense_gradients, *qkv)
-            bench.record(f"dense forward + backward, T={num_tokens}", seconds=dense_seconds, extra_bytes=dense_extra)
-            bench.compare("time against dense", per_token[num_tokens] * num_tokens / dense_seconds)
-            bench.compare("extra memory against dense", extra / dense_extra)
-    costs = [per_token[num_tokens] for num_tokens in lengths]
-    bench.compare("cost of a token, longest against shortest", max(costs) / min(costs))
+            calls["dense"] = (dense_gradients, qkv)
+    costs = bench.measure(calls)
+    for num_tokens in all_lengths:
+        sparse = costs[f"sparse {num_tokens}"]
+        bench.record(
+            f"sparse_attention forward + backward, T={num_tokens}", sizes=sizes(LONG), **sparse._asdict(),
+            microseconds_per_token=1e6 * sparse.seconds / num_tokens, gflops=flops[num_tokens] / sparse.seconds / 1e9,
+        )  # fmt: skip
+        bench.record(f"block_select, T={num_tokens}", sizes=sizes(LONG), **costs[f"select {num_tokens}"]._asdict())
+    bench.record(f"dense forward + backward, T={dense_length}", sizes=sizes(LONG), **costs["dense"]._asdict())
+    sparse = costs[f"sparse {dense_length}"]
+    bench.compare("time against dense", sparse.seconds / costs["dense"].seconds)
+    bench.compare("extra memory against dense", sparse.extra_bytes / costs["dense"].extra_bytes)
+    per_token = [costs[f"sparse {num_tokens}"].seconds / num_tokens for num_tokens in lengths]
+    bench.compare("cost of a token, longest against shortest", max(per_token) / min(per_token))
 
 
 def training_step(bench: Bench) -> None:
     arrays = inputs(STEP)
-    seconds, extra = bench.measure(lambda arrays: msa_gradients(STEP, arrays), arrays)
-    dense_seconds, dense_extra = bench.measure(dense_gradients, arrays["q"], arrays["k"], arrays["v"])
-    bench.record(
-        f"select + attend + KL, forward + backward, B={STEP.B} T={STEP.T}",
-        seconds=seconds, extra_bytes=extra, dense_seconds=dense_seconds, dense_extra_bytes=dense_extra, ratio=seconds / dense_seconds,
-    )  # fmt: skip
+    costs = bench.measure({
+        "msa": (functools.partial(msa_gradients, STEP), (arrays,)),
+        "dense": (dense_gradients, (arrays["q"], arrays["k"], arrays["v"])),
+    })  # fmt: skip
+    for name, what in (("msa", "select + attend + KL"), ("dense", "dense")):
+        bench.record(f"{what}, forward + backward, T={STEP.T}", sizes=sizes(STEP), **costs[name]._asdict())
+    bench.compare("attention of a training step against dense", costs["msa"].seconds / costs["dense"].seconds)
 
 
 def main() -> None:
