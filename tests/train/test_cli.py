@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,12 +11,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from msa_jax.config import Experiment, load, override, smoke, to_dict
 from msa_jax.train.checkpoint import Checkpoints
+from msa_jax.train.guard import NonFiniteError
+from msa_jax.train.records import NotLearned
 from msa_jax.train.workdir import open_workdir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +95,15 @@ def test_a_wrong_configuration_is_one_clear_line(
     assert message in said
 
 
+def test_a_run_that_fails_by_itself_has_exit_code_1(
+    train_py: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for error in (NotLearned("it did not fall"), NonFiniteError("loss is nan")):
+        monkeypatch.setattr(train_py, "train", Mock(side_effect=error))
+        assert train_py.main([]) == 1
+        assert capfd.readouterr().err == f"train.py: {error}\n"
+
+
 def test_a_missing_pack_says_which_command_builds_it(refused: Callable[..., str], tmp_path: Path) -> None:
     said = refused("--config", NATIVE, "--set", f"data.pack={tmp_path / 'small'}", "--workdir", str(tmp_path / "run"))
     assert "python -m msa_jax.data.build" in said
@@ -112,10 +125,11 @@ def test_a_run_folder_that_cannot_be_made(refused: Callable[..., str], tmp_path:
     assert "tiny.py" in said
 
 
-def start(tmp_path: Path, workdir: Path, *arguments: str) -> subprocess.Popen:
-    (tmp_path / "tiny.py").write_text(TINY)
-    command = [sys.executable, str(ROOT / "train.py"), "--config", str(tmp_path / "tiny.py"), "--workdir", str(workdir), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs")}
+def start(folder: Path, workdir: str, *arguments: str) -> subprocess.Popen:
+    """train.py in a process of its own, in the run folder `folder / workdir`; compiled programs are shared by all of `folder`."""
+    (folder / "tiny.py").write_text(TINY)
+    command = [sys.executable, str(ROOT / "train.py"), "--config", str(folder / "tiny.py"), "--workdir", str(folder / workdir), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(folder / "programs")}
     environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
@@ -154,52 +168,59 @@ def assert_same_runs(ours: Path, theirs: Path) -> None:
     assert Checkpoints(ours / "checkpoints").steps() == Checkpoints(theirs / "checkpoints").steps() == [390, 400]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds `reference`, a run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("runs")
+    finish(start(folder, "reference"))
+    return folder
+
+
 @pytest.mark.slow
-def test_killed_at_any_moment_a_run_continues_to_the_bit(tmp_path: Path) -> None:
-    """SIGKILL at five moments, some of them in the middle of a save, then one run to the end; against a run that was left alone."""
-    reference, killed = tmp_path / "reference", tmp_path / "killed"
-    finish(start(tmp_path, reference))
+def test_killed_at_any_moment_a_run_continues_to_the_bit(folder: Path) -> None:
+    """SIGKILL at five moments, some of them in the middle of a save, then one run to the end."""
     random = np.random.default_rng(0)
     for step in (2, 31, 60, 270, 399):
-        process = start(tmp_path, killed)
-        wait_for_step(process, killed, step)
+        process = start(folder, "killed")
+        wait_for_step(process, folder / "killed", step)
         time.sleep(float(random.uniform(0, 0.05)))
         process.kill()
         process.communicate()
         assert process.returncode == -signal.SIGKILL
-    finish(start(tmp_path, killed))
-    assert_same_runs(reference, killed)
+    finish(start(folder, "killed"))
+    assert_same_runs(folder / "killed", folder / "reference")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_says_how_to_continue_and_is_continued_to_the_bit(tmp_path: Path, number: int, code: int) -> None:
-    reference, stopped = tmp_path / "reference", tmp_path / "stopped"
-    finish(start(tmp_path, reference))
-    process = start(tmp_path, stopped)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "terminated"])
+def test_a_signal_saves_says_how_to_continue_and_is_continued_to_the_bit(folder: Path, number: int, code: int) -> None:
+    stopped = folder / f"stopped-{number}"
+    process = start(folder, stopped.name)
     wait_for_step(process, stopped, 100)
     process.send_signal(number)
     errors = process.communicate(timeout=120)[1]
     assert process.returncode == code, errors
-    assert f"continue with: python train.py --config {tmp_path / 'tiny.py'} --workdir {stopped}" in errors
+    assert f"continue with: python train.py --config {folder / 'tiny.py'} --workdir {stopped}" in errors
     assert "Traceback" not in errors
     saved = Checkpoints(stopped / "checkpoints").steps()[-1]
     assert f"interrupted at step {saved}, which is saved" in errors
     assert saved == losses(stopped)[-1][0], "every step that was written is in the checkpoint"
-    finish(start(tmp_path, stopped))
-    assert_same_runs(reference, stopped)
+    finish(start(folder, stopped.name))
+    assert_same_runs(stopped, folder / "reference")
 
 
 @pytest.mark.slow
-def test_a_finished_run_can_be_repeated_and_force_new_keeps_it(tmp_path: Path) -> None:
-    workdir = tmp_path / "run"
-    finish(start(tmp_path, workdir))
+def test_a_finished_run_can_be_repeated_and_force_new_keeps_it(folder: Path) -> None:
+    workdir = folder / "again"
+    shutil.copytree(folder / "reference", workdir)
     before = (workdir / "metrics.jsonl").read_bytes()
-    finish(start(tmp_path, workdir))
+    finish(start(folder, "again"))
     assert (workdir / "metrics.jsonl").read_bytes() == before
-    assert start(tmp_path, workdir, "--set", "train.steps=60").wait(timeout=120) == 2
-    finish(start(tmp_path, workdir, "--set", "train.steps=60", "--force-new"))
-    assert (tmp_path / "run.old-1" / "metrics.jsonl").read_bytes() == before
+    refusal = start(folder, "again", "--set", "train.steps=60")
+    assert "train.steps: 400 there, 60 now" in refusal.communicate(timeout=120)[1]
+    assert refusal.returncode == 2
+    finish(start(folder, "again", "--set", "train.steps=60", "--force-new"))
+    assert (folder / "again.old-1" / "metrics.jsonl").read_bytes() == before
     assert steps_written(workdir) == 60
     content = json.loads((workdir / "config.json").read_text())
     assert content["implementations"] == {"block_select": "xla", "sparse_attention": "xla", "index_kl": "xla"}
@@ -207,11 +228,10 @@ def test_a_finished_run_can_be_repeated_and_force_new_keeps_it(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_two_processes_cannot_train_in_one_folder(tmp_path: Path) -> None:
-    workdir = tmp_path / "run"
-    first = start(tmp_path, workdir)
-    wait_for_step(first, workdir, 1)
-    second = start(tmp_path, workdir)
+def test_two_processes_cannot_train_in_one_folder(folder: Path) -> None:
+    first = start(folder, "shared")
+    wait_for_step(first, folder / "shared", 1)
+    second = start(folder, "shared")
     errors = second.communicate(timeout=120)[1]
     assert second.returncode == 2
     assert f"is in use by process {first.pid}" in errors
@@ -241,13 +261,3 @@ def test_every_config_learns_in_smoke_size(
     captured = capfd.readouterr()
     assert code == 0, captured.err
     assert "smoke: language loss" in captured.out
-
-
-@pytest.mark.slow
-def test_a_smoke_run_that_does_not_learn_fails(
-    train_py: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    frozen = [f"--set=optim.{group}.learning_rate_scale=0" for group in ("trunk", "index", "vision")]
-    assert train_py.main(["--config", "configs/text_only.py", "--smoke", *frozen[:2]]) == 1
-    assert "it did not fall" in capfd.readouterr().err

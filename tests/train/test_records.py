@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from msa_jax.train.records import Records
+from msa_jax.train.records import NotLearned, Records, check_learning
 
 
 def lines(path: Path) -> list[dict]:
@@ -67,3 +67,15 @@ def test_a_value_that_json_cannot_hold_is_null_in_evaluations_too(tmp_path: Path
     with Records(tmp_path) as records:
         records.write_evaluation(1, [("gain", math.inf)])
     assert lines(tmp_path / "evaluation.jsonl") == [{"step": 1, "name": "gain", "value": None}]
+
+
+def test_a_smoke_run_has_learned_if_its_language_loss_fell(tmp_path: Path) -> None:
+    with Records(tmp_path) as records:
+        for step in range(1, 21):
+            records.write(step, {"loss": 0.0, "loss/lm": 5.0 - 0.1 * step})
+    assert check_learning(tmp_path) == "language loss 4.700 -> 3.200 nats a token (means of the first and the last five of 20 steps)"
+    with Records(tmp_path, step=20) as records:
+        for step in range(21, 26):
+            records.write(step, {"loss": 0.0, "loss/lm": 4.75})
+    with pytest.raises(NotLearned, match=r"4\.700 -> 4\.750 .*: it did not fall"):
+        check_learning(tmp_path)
