@@ -55,8 +55,8 @@ def split(number_LTR: jax.Array, table: BlockTable, *, neighbours: int, threshol
     query_U = jnp.arange(U, dtype=jnp.int32) // R
     head = common & (bits_LnU & ((1 << query_U) - 1) == 0)
 
-    # Neighbours stand in at most two full blocks of their own.
-    places = min(U, math.ceil((U // threshold + 2) / 32) * 32)
+    # Neighbours stand in at most two full blocks of their own. 32 places are 128 bytes, what a TMA copy wants to start at a multiple of.
+    places = math.ceil(min(U, U // threshold + 2) / 32) * 32
     before_UU = (jnp.arange(U)[:, None] < jnp.arange(U)).astype(jnp.bfloat16)
     rank_LnU = jnp.einsum("lnu,uv->lnv", head.astype(jnp.bfloat16), before_UU, preferred_element_type=jnp.float32)
     rank_LnU = jnp.where(head, rank_LnU.astype(jnp.int32), -1)

@@ -1,6 +1,7 @@
 """The whole model: scanned equals unrolled, losses train their own groups, pictures land where they belong, nothing leaks."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,20 @@ def described(**changes: Any) -> Callable[[], HybridTransformer]:
 @pytest.fixture(scope="module")
 def model(filled: Callable) -> HybridTransformer:
     return filled(described())
+
+
+@pytest.fixture(scope="module")
+def initialised() -> HybridTransformer:
+    """A model as it really starts."""
+    return described(pattern="M", num_layers=1, tie_embeddings=False)()
+
+
+@pytest.fixture(scope="module")
+def blind(model: HybridTransformer) -> HybridTransformer:
+    """The same trunk without a vision tower."""
+    blind = nnx.eval_shape(described(vision=None))
+    nnx.update(blind, nnx.filter_state(nnx.state(model), lambda path, _: path[0] != "vision"))
+    return blind
 
 
 @nnx.jit(static_argnames=("phase", "kl"))
@@ -69,17 +84,17 @@ PLACES = {(0, 3): 0, (0, 4): 1, (0, 15): 4, (0, 16): 5, (1, 6): 3, (1, 7): 2}  #
 
 
 @pytest.fixture(scope="module")
-def plain(pack: Callable) -> Batch:
-    """Four documents in two rows, and empty picture slots."""
-    return pack(DOCUMENTS, T)._replace(vision=no_pictures())
+def text(pack: Callable) -> Batch:
+    """Four documents in two rows."""
+    return pack(DOCUMENTS, T)
 
 
 @pytest.fixture(scope="module")
-def illustrated(plain: Batch) -> Batch:
+def illustrated(text: Batch) -> Batch:
     index = np.full((2, T), -1, np.int32)
     for place, token in PLACES.items():
         index[place] = token
-    return plain._replace(visual_index_BT=index, vision=pictures(0))
+    return text._replace(visual_index_BT=index, vision=pictures(0))
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -94,17 +109,16 @@ def through(block: Block, x, segments, positions) -> tuple:
     return block(x, segments, positions, return_selection=True)
 
 
-@pytest.mark.parametrize(("pattern", "depth"), [("D", 3), ("M", 3), ("DDM", 4)])
-def test_scan_equals_the_layers_one_by_one(filled: Callable, pack: Callable, assert_close: Callable, pattern: str, depth: int) -> None:
+@pytest.mark.parametrize(("pattern", "depth"), [("D", 2), ("M", 2), ("DDM", 4)])
+def test_scan_equals_the_layers_one_by_one(filled: Callable, text: Batch, assert_close: Callable, pattern: str, depth: int) -> None:
     model = filled(described(pattern=pattern, num_layers=depth, vision=None))
-    batch = pack(DOCUMENTS, T)
-    output = compiled(model, batch, None, "sparse", True)
-    x, kl = np.asarray(model.embed(batch)), []
+    output = run(model, text)
+    x, kl = np.asarray(model.embed(text)), []
     for i, kind in enumerate((pattern * depth)[:depth]):
         block = model.block(i)
         assert type(block.attention) is KINDS[kind]
         assert_close(output.trace.hidden_XBTD[i], x)
-        x, aux = through(block, x, batch.segments_BT, batch.positions_BT)
+        x, aux = through(block, x, text.segments_BT, text.positions_BT)
         if kind == "M":
             kl.append(float(aux.kl))
             np.testing.assert_array_equal(output.trace.ids_XBKTR[i], aux.ids)
@@ -120,68 +134,67 @@ def test_scan_equals_the_layers_one_by_one(filled: Callable, pack: Callable, ass
         model.block(depth)
 
 
-def test_a_block_is_two_residual_steps(filled: Callable, plain: Batch, assert_close: Callable) -> None:
+def test_a_block_is_two_residual_steps(filled: Callable, text: Batch, assert_close: Callable) -> None:
     @nnx.jit
     def both(block: Block, x: jax.Array, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
         hidden = x + block.attention(block.attention_norm(x), segments)[0]
         return block(x, segments)[0], hidden + block.mlp(block.mlp_norm(hidden))
 
     block = filled(lambda: Block(CONFIG, "D", nnx.Rngs(0)))
-    assert_close(*both(block, np.random.default_rng(0).normal(size=(2, T, 32)).astype(np.float32), plain.segments_BT))
+    assert_close(*both(block, np.random.default_rng(0).normal(size=(2, T, 32)).astype(np.float32), text.segments_BT))
 
 
-def test_the_phase_reaches_the_layers(model: HybridTransformer, plain: Batch) -> None:
+def test_the_phase_reaches_the_layers(blind: HybridTransformer, text: Batch) -> None:
     """Documents of 11 tokens, 8 keys selected: the first 8 see the same in both phases."""
-    sparse, dense = run(model, plain), run(model, plain, "warmup")
+    sparse, dense = run(blind, text), run(blind, text, "warmup")
     np.testing.assert_allclose(sparse.logits_BTE[0, :8], dense.logits_BTE[0, :8], atol=1e-4)
     assert np.abs(sparse.logits_BTE[0, 8:11] - dense.logits_BTE[0, 8:11]).max() > 1e-3
     np.testing.assert_array_equal(sparse.trace.ids_XBKTR[0], dense.trace.ids_XBKTR[0])
 
 
-def test_weights_depend_on_their_name_alone() -> None:
+def test_weights_depend_on_their_name_alone(initialised: HybridTransformer) -> None:
     """Arms of a study are paired: the pattern, the index branch, other layers and the trunk's width change nobody else's start."""
-    sparse, dense = described(pattern="DDM", num_layers=4)(), described(pattern="D", num_layers=4, vision=None)()
+    one, other = (described(pattern=pattern, num_layers=4, vision=None)() for pattern in ("DDM", "MMDD"))
     for i in range(4):
-        ours, theirs = (dict(nnx.to_flat_state(nnx.state(model.block(i)))) for model in (sparse, dense))
-        assert len(theirs) > 5
-        for path, leaf in theirs.items():
-            np.testing.assert_array_equal(leaf[...], ours[path][...])
-    np.testing.assert_array_equal(sparse.embedding[...], dense.embedding[...])
-    gates = [sparse.block(i).mlp.gate.kernel[...] for i in range(4)]
-    for one, other in [*itertools.combinations(gates, 2), (gates[0], sparse.block(0).mlp.up.kernel[...])]:
-        assert (one != other).any()
-    wider = described(attention=dataclasses.replace(ATTENTION, num_heads=8), pattern="D", num_layers=1)
-    for leaf, other in zip(*(jax.tree.leaves(nnx.state(model.vision)) for model in (sparse, wider())), strict=True):
-        np.testing.assert_array_equal(leaf, other)
-    reseeded = HybridTransformer(dense.config, rngs=nnx.Rngs(1))
-    assert (reseeded.embedding[...] != dense.embedding[...]).any()
+        ours, theirs = (dict(nnx.to_flat_state(nnx.state(model.block(i)))) for model in (one, other))
+        shared = set(ours) & set(theirs)
+        assert len(shared) > 8
+        for path in shared:
+            np.testing.assert_array_equal(ours[path][...], theirs[path][...])
+    np.testing.assert_array_equal(one.embedding[...], other.embedding[...])
+    gates = [one.block(i).mlp.gate.kernel[...] for i in range(4)]
+    for first, second in [*itertools.combinations(gates, 2), (gates[0], one.block(0).mlp.up.kernel[...])]:
+        assert (first != second).any()
+    tower = described(pattern="D", num_layers=1)().vision
+    for ours, theirs in zip(*(jax.tree.leaves(nnx.state(vision)) for vision in (initialised.vision, tower)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    reseeded = HybridTransformer(one.config, rngs=nnx.Rngs(1))
+    assert (reseeded.embedding[...] != one.embedding[...]).any()
 
 
-def test_the_start_is_at_unit_scale(pack: Callable) -> None:
+def test_the_start_is_at_unit_scale(initialised: HybridTransformer, text: Batch) -> None:
     """Embeddings and logits of standard deviation 1, residual outputs damped by 1 / sqrt(2 L): the loss starts near ln E.
 
     Only untied: tied, the input itself has logit sqrt(D) at the start.
     """
-    wide = dataclasses.replace(ATTENTION, d_model=128)
-    model = described(attention=wide, vocab_size=512, vision=None, tie_embeddings=False)()
-    block = model.block(1)
-    for linear, scale in [(block.mlp.up, 1), (block.mlp.down, 1 / 2), (block.attention.index.q.linear, 1)]:
+    block, damped = initialised.block(0), 1 / np.sqrt(2)
+    for linear, scale in [(block.mlp.up, 1), (block.mlp.down, damped), (block.attention.main.q.linear, 1)]:
         kernel = linear.kernel[...]
-        np.testing.assert_allclose(np.std(kernel) * np.sqrt(kernel.shape[0]), scale, rtol=0.05)
-    np.testing.assert_allclose(np.std(block.attention.main.out.kernel[...]) * np.sqrt(32), 1 / 2, rtol=0.05)
-    batch = pack([[RNG.integers(0, 512, T)] for _ in range(4)], T)
-    x = model.embed(batch)
-    np.testing.assert_allclose(np.std(x), 1, rtol=0.05)
-    np.testing.assert_allclose(np.std(model.logits(x)), 1, rtol=0.05)
+        np.testing.assert_allclose(np.std(kernel) * np.sqrt(kernel.shape[0]), scale, rtol=0.08)
+    np.testing.assert_allclose(np.std(block.attention.index.q.linear.kernel[...]) * np.sqrt(32), 1, rtol=0.08)
+    np.testing.assert_allclose(np.std(block.attention.main.out.kernel[...]) * np.sqrt(32), damped, rtol=0.08)
+    x = initialised.embed(text)
+    np.testing.assert_allclose(np.std(x), 1, rtol=0.08)
+    np.testing.assert_allclose(np.std(initialised.logits(x)), 1, rtol=0.08)
 
 
-def test_tied_and_untied_embeddings(model: HybridTransformer, filled: Callable, plain: Batch) -> None:
+def test_tied_and_untied_embeddings(blind: HybridTransformer, filled: Callable, text: Batch) -> None:
     x = np.random.default_rng(0).normal(size=(2, T, 32)).astype(np.float32)
-    np.testing.assert_allclose(model.logits(x), model.norm(x) @ model.embedding[...].T, atol=1e-5)
-    untied = filled(described(tie_embeddings=False))
+    np.testing.assert_allclose(blind.logits(x), blind.norm(x) @ blind.embedding[...].T, atol=1e-5)
+    untied = filled(described(tie_embeddings=False, vision=None))
     np.testing.assert_allclose(untied.logits(x), untied.norm(x) @ untied.unembedding[...].T, atol=1e-5)
     assert (untied.unembedding[...] != untied.embedding[...]).any()
-    np.testing.assert_allclose(model.embed(plain), model.embedding[...][plain.tokens_BT] * np.sqrt(32), rtol=1e-6)
+    np.testing.assert_allclose(blind.embed(text), blind.embedding[...][text.tokens_BT] * np.sqrt(32), rtol=1e-6)
 
 
 # --- who learns from what ---------------------------------------------------------------------------------------------
@@ -206,56 +219,67 @@ def by_group(state: nnx.State) -> dict[str, list[np.ndarray]]:
     return groups
 
 
-@pytest.mark.parametrize("phase", ["sparse", "warmup"])
-def test_each_loss_trains_its_own_groups_exactly(
-    model: HybridTransformer, rebuilt: Callable, illustrated: Batch, assert_close: Callable, phase: str
-) -> None:
-    """Through scan and remat, with pictures; without remat the gradients are the same."""
-    rematerialised = rebuilt(model, described(remat=True))
-    lm_bar, kl_bar = (pullback(rematerialised, illustrated, np.float32(lm), np.float32(1 - lm), phase) for lm in (1, 0))
-    lm, kl = by_group(lm_bar), by_group(kl_bar)
-    assert set(lm) == set(kl) == {"trunk", "index", "vision"}
-    for leaf in (*lm["index"], *kl["trunk"], *kl["vision"]):
+@pytest.fixture(scope="module")
+def trained(model: HybridTransformer, blind: HybridTransformer, rebuilt: Callable, illustrated: Batch, text: Batch) -> dict[str, Callable]:
+    """Gradients by case, each a function of (lm_bar, kl_bar)."""
+    rematerialised = rebuilt(blind, described(vision=None, remat=True))
+    cases = {
+        "pictures": (model, illustrated, "sparse"),
+        "text": (model, text._replace(vision=no_pictures()), "sparse"),
+        "remat": (rematerialised, text, "sparse"),
+        "warmup": (rematerialised, text, "warmup"),
+    }
+
+    def gradient(case: str, lm_bar: float, kl_bar: float) -> nnx.State:
+        model, batch, phase = cases[case]
+        return pullback(model, batch, np.float32(lm_bar), np.float32(kl_bar), phase)
+
+    return {case: functools.partial(gradient, case) for case in cases}
+
+
+@pytest.mark.parametrize("case", ["pictures", "remat", "warmup"])
+def test_each_loss_trains_its_own_groups_exactly(trained: dict[str, Callable], case: str) -> None:
+    """Through the scan over layers, with and without remat, in both phases."""
+    lm, kl = by_group(trained[case](1, 0)), by_group(trained[case](0, 1))
+    assert set(lm) == set(kl) == ({"trunk", "index", "vision"} if case == "pictures" else {"trunk", "index"})
+    for leaf in (*lm["index"], *kl["trunk"], *kl.get("vision", [])):
         assert not leaf.any()
-    for leaf in (*lm["trunk"], *lm["vision"], *kl["index"]):
+    for leaf in (*lm["trunk"], *lm.get("vision", []), *kl["index"]):
         layers = leaf if len(leaf) <= 2 else leaf[None]
         assert (np.abs(layers).reshape(len(layers), -1).max(1) > 0).all(), "every layer learns"
-    if phase == "sparse":
-        both = pullback(model, illustrated, np.float32(1), np.float32(1), "sparse")
-        assert_close(both, jax.tree.map(jnp.add, lm_bar, kl_bar))
 
 
-def test_without_kl_the_tree_stays_and_nothing_else_changes(model: HybridTransformer, illustrated: Batch) -> None:
-    graphdef, params = nnx.split(model)
-    gradient = jax.eval_shape(jax.grad(lambda params: nnx.merge(graphdef, params)(illustrated, kl=False).kl), params)
+def test_remat_and_empty_slots_change_no_gradient(trained: dict[str, Callable], assert_close: Callable) -> None:
+    with_slots = trained["text"](1, 1)
+    assert not any(leaf.any() for leaf in by_group(with_slots)["vision"]), "text alone trains no vision"
+    assert_close(nnx.filter_state(with_slots, lambda path, _: path[0] != "vision"), trained["remat"](1, 1))
+
+
+def test_without_kl_the_tree_stays_and_nothing_else_changes(blind: HybridTransformer, text: Batch) -> None:
+    graphdef, params = nnx.split(blind)
+    gradient = jax.eval_shape(jax.grad(lambda params: nnx.merge(graphdef, params)(text, kl=False).kl), params)
     assert jax.tree.structure(gradient) == jax.tree.structure(params)
-    output = run(model, illustrated, kl=False)
+    output = run(blind, text, kl=False)
     assert output.kl == 0
     assert not output.kl_X.any()
-    np.testing.assert_array_equal(output.logits_BTE, run(model, illustrated).logits_BTE)
+    np.testing.assert_array_equal(output.logits_BTE, run(blind, text).logits_BTE)
 
 
-def test_text_alone_trains_no_vision(model: HybridTransformer, rebuilt: Callable, plain: Batch) -> None:
-    one = np.float32(1)
-    gradient = pullback(rebuilt(model, described(remat=True)), plain, one, one, "sparse")
-    assert not any(leaf.any() for leaf in by_group(gradient)["vision"])
-
-
-def test_microbatches_share_one_denominator(model: HybridTransformer, plain: Batch) -> None:
-    whole = run(model, plain)
-    tokens = np.float32((plain.segments_BT > 0).sum())
-    parts = [plain._replace(segments_BT=np.where(np.arange(2)[:, None] == row, plain.segments_BT, 0)) for row in range(2)]
-    np.testing.assert_allclose(sum(run(model, part, kl_denominator=tokens).kl for part in parts), whole.kl, rtol=1e-5)
+def test_microbatches_share_one_denominator(blind: HybridTransformer, text: Batch) -> None:
+    whole = run(blind, text)
+    tokens = np.float32((text.segments_BT > 0).sum())
+    parts = [text._replace(segments_BT=np.where(np.arange(2)[:, None] == row, text.segments_BT, 0)) for row in range(2)]
+    np.testing.assert_allclose(sum(run(blind, part, kl_denominator=tokens).kl for part in parts), whole.kl, rtol=1e-5)
 
 
 # --- documents, padding, causality ------------------------------------------------------------------------------------
 
 
-def test_packed_and_padded_equal_separate(model: HybridTransformer, plain: Batch, pack: Callable, assert_close: Callable) -> None:
-    packed = run(model, plain)
+def test_packed_and_padded_equal_separate(blind: HybridTransformer, text: Batch, pack: Callable, assert_close: Callable) -> None:
+    packed = run(blind, text)
     for row, start, number in [(0, 0, 0), (0, 11, 1), (1, 5, 1)]:
         for left in (0, T - 11):
-            alone = run(model, pack([[DOCUMENTS[row][number]], []], T, left=left)._replace(vision=no_pictures()))
+            alone = run(blind, pack([[DOCUMENTS[row][number]], []], T, left=left))
             ours, theirs = slice(start, start + 11), slice(left, left + 11)
             assert_close(packed.logits_BTE[row, ours], alone.logits_BTE[0, theirs])
             np.testing.assert_array_equal(packed.trace.ids_XBKTR[:, row, :, ours], alone.trace.ids_XBKTR[:, 0, :, theirs])
@@ -274,10 +298,10 @@ def test_the_future_changes_no_bit(model: HybridTransformer, illustrated: Batch)
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def test_visual_tokens_land_on_their_places(model: HybridTransformer, plain: Batch, illustrated: Batch) -> None:
+def test_visual_tokens_land_on_their_places(model: HybridTransformer, illustrated: Batch) -> None:
     embed = nnx.jit(lambda model, batch: (model.embed(batch), model.vision(batch.vision)))
     x, visual = (np.asarray(array) for array in embed(model, illustrated))
-    text, _ = (np.asarray(array) for array in embed(model, plain))
+    text, _ = (np.asarray(array) for array in embed(model, illustrated._replace(visual_index_BT=np.full((2, T), -1, np.int32))))
     assert visual.shape == (2 * 4, 32)
     for row, t in np.ndindex(2, T):
         if (row, t) in PLACES:
@@ -301,14 +325,14 @@ def test_text_is_the_same_bits_whatever_the_pictures_hold(model: HybridTransform
     np.testing.assert_array_equal(run(model, batch._replace(vision=no_pictures())).logits_BTE[1], first[1])
 
 
-def test_a_vision_tower_leaves_text_alone(model: HybridTransformer, plain: Batch, illustrated: Batch, assert_close: Callable) -> None:
+def test_a_vision_tower_leaves_text_alone(
+    model: HybridTransformer, blind: HybridTransformer, text: Batch, illustrated: Batch, assert_close: Callable
+) -> None:
     """Against the same trunk without a tower, and with no picture slots at all."""
-    blind = nnx.eval_shape(described(vision=None))
-    nnx.update(blind, nnx.filter_state(nnx.state(model), lambda path, _: path[0] != "vision"))
-    assert_close(run(model, plain), run(blind, plain._replace(vision=None)), limit=1e-6)
-    embedded = model.embed(plain)
+    assert_close(run(model, text._replace(vision=no_pictures())), run(blind, text), limit=1e-6)
+    embedded = blind.embed(text)
     for vision in (None, VisionBatch(*(array[:0] for array in no_pictures()))):
-        np.testing.assert_array_equal(model.embed(plain._replace(vision=vision)), embedded)
+        np.testing.assert_array_equal(model.embed(text._replace(vision=vision)), embedded)
     with pytest.raises(ValueError, match=r"the batch has pictures but ModelConfig\.vision is None"):
         blind(illustrated)
 
@@ -316,17 +340,15 @@ def test_a_vision_tower_leaves_text_alone(model: HybridTransformer, plain: Batch
 # --- precision and size -----------------------------------------------------------------------------------------------
 
 
-def test_bfloat16_compute_is_close(
-    model: HybridTransformer, filled: Callable, rebuilt: Callable, illustrated: Batch, assert_close: Callable
-) -> None:
+def test_bfloat16_compute_is_close(filled: Callable, rebuilt: Callable, text: Batch, assert_close: Callable) -> None:
     """Dense layers, where no rounded score can choose another block (tests/model/test_msa.py has the sparse layer)."""
-    dense = filled(described(pattern="D"))
-    half = rebuilt(dense, described(pattern="D", dtype="bfloat16"))
-    output, expected = run(half, illustrated), run(dense, illustrated)
+    dense = filled(described(pattern="D", vision=None))
+    half = rebuilt(dense, described(pattern="D", vision=None, dtype="bfloat16"))
+    output, expected = run(half, text), run(dense, text)
     assert output.trace.hidden_XBTD.dtype == jnp.bfloat16
     assert output.logits_BTE.dtype == output.kl.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(half))} == {jnp.dtype("float32")}
-    real = illustrated.segments_BT > 0
+    real = text.segments_BT > 0
     assert_close(output.logits_BTE[real], expected.logits_BTE[real], limit=0.03)
 
 

@@ -171,7 +171,7 @@ def test_a_short_context_equals_dense_and_a_longer_one_does_not(layer: MsaAttent
 
 
 @nnx.jit(static_argnames=("phase", "remat"))
-def pullback(layer, x, y_bar, kl_bar, phase="sparse", remat=False) -> tuple:
+def pullback(layer, x, y_bar, kl_bar, phase, remat=False) -> tuple:
     """Gradients of y_bar * y + kl_bar * kl with respect to (parameters, x)."""
     graphdef, params = nnx.split(layer)
 
@@ -194,7 +194,7 @@ def test_each_loss_trains_its_own_branch_exactly(layer: MsaAttention, x: np.ndar
 
 
 def test_without_stop_gradient_the_kl_reaches_the_trunk(layer: MsaAttention, x: np.ndarray, rebuilt: Callable) -> None:
-    kl_bar, x_kl_bar = pullback(rebuilt(layer, described(index_stop_gradient=False)), x, np.zeros_like(x), np.float32(1))
+    kl_bar, x_kl_bar = pullback(rebuilt(layer, described(index_stop_gradient=False)), x, np.zeros_like(x), np.float32(1), "warmup")
     assert np.abs(x_kl_bar).max() > 1e-6
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(kl_bar["main"])), "the teacher stays a constant"
 
@@ -313,8 +313,8 @@ def test_a_layer_alone_in_every_transformation(layer: MsaAttention, x: np.ndarra
         first, second = (nnx.merge(graphdef, jax.tree.map(lambda leaf, at=(seed, i): leaf[at], seeds)) for i in range(2))
         hidden, aux_first = run(first, inputs[seed])
         y, aux_second = run(second, hidden)
-        second_bar, hidden_bar = pullback(second, hidden, mix, one, remat=True)
-        first_bar, expected_x_bar = pullback(first, inputs[seed], hidden_bar, one, remat=True)
+        second_bar, hidden_bar = pullback(second, hidden, mix, one, "sparse", remat=True)
+        first_bar, expected_x_bar = pullback(first, inputs[seed], hidden_bar, one, "sparse", remat=True)
         expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), first_bar, second_bar)
         assert_close(jax.tree.map(lambda leaf, seed=seed: leaf[seed], (layers_bar, x_bar)), (expected, expected_x_bar))
         np.testing.assert_allclose(value[seed], (y * mix).sum() + aux_first.kl + aux_second.kl, rtol=1e-4)

@@ -1,5 +1,7 @@
 """Scanned stacks equal their layers one by one, and the plan covers every pattern in order."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,24 +48,31 @@ def test_a_layer_of_a_stack_is_the_layer_made_alone() -> None:
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_scan_equals_a_loop(remat: bool) -> None:
-    stacked = nnx.List(
-        [stack_modules(linear, jax.random.key(0), np.array([0, 2])), stack_modules(linear, jax.random.key(0), np.array([1, 3]))]
-    )
+def test_scan_equals_a_loop(assert_close: Callable, remat: bool) -> None:
+    """Outputs in order of depth, and every gradient: layers 0 and 2 are one stack, 1 and 3 the other."""
+    key = jax.random.key(0)
+    graphdef, params = nnx.split(nnx.List([stack_modules(linear, key, np.array(depths)) for depths in ([0, 2], [1, 3])]))
 
-    def call(unit: nnx.List, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+    def unit_pass(unit: nnx.List, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         outputs = []
         for layer in unit:
             outputs.append(x)
             x = jnp.tanh(layer(x))
         return x, outputs
 
+    def scanned(params: nnx.State, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, outputs = scan_modules(unit_pass, nnx.merge(graphdef, params), x, remat=remat)
+        hidden = interleave(outputs)
+        return (y * jnp.arange(4)).sum() + (hidden * jnp.arange(32).reshape(4, 2, 4)).sum(), hidden
+
+    def looped(params: nnx.State, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        hidden = []
+        for depth in range(4):
+            hidden.append(x)
+            x = jnp.tanh(unstack_module(nnx.merge(graphdef, params)[depth % 2], depth // 2)(x))
+        return (x * jnp.arange(4)).sum() + (jnp.stack(hidden) * jnp.arange(32).reshape(4, 2, 4)).sum(), jnp.stack(hidden)
+
     x = jnp.linspace(-1, 1, 8).reshape(2, 4)
-    result, outputs = scan_modules(call, stacked, x, remat=remat)
-    traced = str(jax.make_jaxpr(lambda x: scan_modules(call, stacked, x, remat=remat))(x))
-    assert ("checkpoint" in traced or "remat" in traced) == remat
-    hidden = interleave(outputs)
-    for depth in range(4):
-        np.testing.assert_allclose(hidden[depth], x, rtol=1e-6)
-        x = jnp.tanh(linear(nnx.Rngs(params=jax.random.fold_in(jax.random.key(0), depth)))(x))
-    np.testing.assert_allclose(result, x, rtol=1e-6)
+    ours, theirs = (jax.jit(jax.value_and_grad(function, (0, 1), has_aux=True))(params, x) for function in (scanned, looped))
+    assert_close(ours, theirs)
+    assert ("remat" in str(jax.make_jaxpr(scanned)(params, x))) == remat

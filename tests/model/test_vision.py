@@ -53,11 +53,6 @@ def run(tower: VisionTower, batch: VisionBatch) -> jax.Array:
     return tower(batch).reshape(batch.patches_VLP.shape[0], -1, D_MODEL)
 
 
-@nnx.jit
-def gradient(tower: VisionTower, batch: VisionBatch, mix: np.ndarray) -> nnx.State:
-    return nnx.grad(lambda tower: (tower(batch).reshape(mix.shape) * mix).sum())(tower)
-
-
 def noise(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
@@ -182,7 +177,12 @@ def test_padding_is_never_seen_not_even_as_nan(tower: VisionTower) -> None:
     assert np.isfinite(after).all()
 
     mix = noise(7, *before.shape) * real[..., None]
-    for ours, theirs in zip(*(jax.tree.leaves(gradient(tower, x, mix)) for x in (poisoned, batch)), strict=True):
+
+    @nnx.jit
+    def gradient(tower: VisionTower, batch: VisionBatch) -> nnx.State:
+        return nnx.grad(lambda tower: (tower(batch).reshape(mix.shape) * mix).sum())(tower)
+
+    for ours, theirs in zip(*(jax.tree.leaves(gradient(tower, x)) for x in (poisoned, batch)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
         assert np.isfinite(ours).all()
 
@@ -215,15 +215,19 @@ def test_pooling_averages_after_the_encoder(tower: VisionTower, rebuilt: Callabl
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
-def test_bfloat16_and_remat(tower: VisionTower, rebuilt: Callable, assert_close: Callable) -> None:
+def test_bfloat16_compute_is_close(tower: VisionTower, rebuilt: Callable, assert_close: Callable) -> None:
     batch = pack_clips([[clip(0, frames=4)], [clip(1, columns=4)]])
     real = batch.segments_VL[:, ::4] > 0
     half = run(rebuilt(tower, lambda: VisionTower(CONFIG, D_MODEL, nnx.Rngs(0), dtype=jnp.bfloat16)), batch)
     assert half.dtype == jnp.bfloat16
     assert_close(half[real], run(tower, batch)[real], limit=0.02)
-    rematerialised = rebuilt(tower, lambda: VisionTower(CONFIG, D_MODEL, nnx.Rngs(0), remat=True))
-    mix = noise(7, *half.shape)
-    assert_close(gradient(rematerialised, batch, mix), gradient(tower, batch, mix))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_remat_is_the_callers_choice(tower: VisionTower, rebuilt: Callable, remat: bool) -> None:
+    """That it changes no gradient is tested where it is applied (tests/model/test_stack.py)."""
+    chosen = rebuilt(tower, lambda: VisionTower(CONFIG, D_MODEL, nnx.Rngs(0), remat=remat))
+    assert ("remat" in str(jax.make_jaxpr(lambda batch: chosen(batch))(pack_clips([[clip(0)]])))) == remat
 
 
 def test_wrong_patches_are_refused() -> None:

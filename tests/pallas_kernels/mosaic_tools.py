@@ -1,18 +1,21 @@
 """Kernels tested without a GPU: lowered for an H200, run in the Mosaic simulator, compiled by ptxas; and how results are compared."""
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 ROOT = Path(__file__).parents[2]
@@ -53,9 +56,37 @@ def shapes(tree: Any) -> Any:
 
 
 def lower(f: Callable, *args: Any) -> Any:
-    """Lowers f for an H200; fails where a kernel does not fit it."""
-    with h200():
+    """Lowers f for an H200; fails where a kernel does not fit it, or a copy starts where TMA cannot."""
+    with h200(), _aligned_copies():
         return jax.jit(f).trace(*shapes(args)).lower(lowering_platforms=("cuda",))
+
+
+@contextlib.contextmanager
+def _aligned_copies() -> Iterator[None]:
+    """Fails where a TMA copy can start off a 128-byte boundary of shared memory: only hardware would notice, and end the process."""
+
+    def checked(copy: Callable, side: int) -> Callable:
+        def run(*args: Any, **options: Any) -> Any:
+            _check_aligned(args[side])
+            return copy(*args, **options)
+
+        return run
+
+    load, store = plgpu.copy_gmem_to_smem, plgpu.copy_smem_to_gmem
+    with mock.patch.object(plgpu, "copy_gmem_to_smem", checked(load, 1)), mock.patch.object(plgpu, "copy_smem_to_gmem", checked(store, 0)):
+        yield
+
+
+def _check_aligned(smem: Any) -> None:
+    for indexer in (transform for transform in getattr(smem, "transforms", ()) if hasattr(transform, "indices")):
+        stride = np.dtype(smem.dtype).itemsize
+        for index, size in reversed(list(zip(indexer.indices, indexer.shape, strict=True))):
+            start = getattr(index, "start", index)
+            moves = stride * (start if isinstance(start, int) else 1)
+            assert moves % 128 == 0, (
+                f"a copy's start in shared memory {indexer.shape} {smem.dtype} moves in steps of {moves} bytes, not of 128"
+            )
+            stride *= size
 
 
 def _subprocess(arguments: list[str], seconds: float, **environment: str) -> str:
