@@ -6,8 +6,9 @@ One row a measurement, printed and appended as JSON: milliseconds, TFLOP/s, perc
 FLOPs: forward 4 N H and backward 10 N H a (query, key) pair of the selected blocks, masked pairs of the local block counted; dense
 attention counts causal pairs. Limits on one H200: 790 TFLOP/s (a large bf16 product), 4.3 TB/s (a large copy, read + write).
 
-Selections: "uniform" (the own block and R - 1 random earlier ones), "clustered" (75% of those common to 8 neighbouring queries), and
-"trained" where --ids names a .npz file with ids [K, T, R]. Nothing is printed when the parity check against the reference fails.
+Selections: "uniform" (the own block and R - 1 random earlier ones), "clustered" (75% of those common to 8 neighbouring queries), "sink"
+(uniform, but every query keeps block 0), and "trained" where --ids names a .npz file with ids [K, T, R]. Nothing is printed when the
+parity check against the reference fails.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from pallas_kernels.block_select.api import block_select
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.index_kl.api import index_kl, sparse_attention_and_index_kl
 from pallas_kernels.sparse_attention.api import sparse_attention
+from pallas_kernels.testing import error_ratio
 
 TFLOPS_LIMIT, BYTES_LIMIT = 790.0, 4.3e12
 PARITY_LIMIT = 5e-3
@@ -53,8 +55,8 @@ def inputs(T: int) -> Inputs:
     return Inputs(*(jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)))
 
 
-@functools.partial(jax.jit, static_argnames=("T", "share", "neighbours"))
-def selection(key: jax.Array, *, T: int, share: float, neighbours: int = 8) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("T", "share", "sink", "neighbours"))
+def selection(key: jax.Array, *, T: int, share: float = 0.0, sink: bool = False, neighbours: int = 8) -> jax.Array:
     """ids [1, K, T, R]: R - 1 distinct random earlier blocks, `share` of them common to neighbouring queries, and the own block last."""
     blocks, rows = T // C, min(T, 4096)
     common = round((R - 1) * share)
@@ -63,6 +65,7 @@ def selection(key: jax.Array, *, T: int, share: float, neighbours: int = 8) -> j
         own = (i * rows + jnp.arange(rows)) // C
         alone, together = jax.random.split(jax.random.fold_in(key, i))
         score = jax.random.uniform(alone, (K, rows, blocks))
+        score = score.at[..., 0].add(2.0 if sink else 0.0)
         if common:
             shared = jax.random.uniform(together, (K, rows // neighbours, blocks))
             shared = jnp.where(jnp.arange(blocks) < own.reshape(-1, neighbours)[:, :1], shared, -1.0)
@@ -106,25 +109,21 @@ def with_gradients(f: Callable) -> Callable:
     return jax.jit(both)
 
 
-def error_ratio(actual: jax.Array, expected: jax.Array) -> float:
-    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
-    return float(np.sqrt(((actual - expected) ** 2).mean() / (expected**2).mean()))
-
-
 def check_parity(T: int = 1024) -> dict[str, float]:
-    """Error ratios of out, lse, dq, dk and dv against the float32 reference.
+    """Error ratios of results and all gradients of attention and index loss against the float32 reference.
 
     Raises SystemExit where one exceeds the limit: times of wrong kernels are worth nothing.
     """
-    x, ids = inputs(T), selection(jax.random.key(1), T=T, share=0.5)
+    x, ids, probe = inputs(T), selection(jax.random.key(1), T=T, share=0.5), jnp.float32(0)
 
-    def attend(q, k, v, ids, *, implementation):
-        return sparse_attention(q, k, v, ids, block_size=C, implementation=implementation)
+    def train(q, k, v, iq, ik, probe, ids, *, implementation):
+        return sparse_attention_and_index_kl(q, k, v, iq, ik, ids, block_size=C, probe=probe, implementation=implementation)
 
-    found = with_gradients(functools.partial(attend, implementation="mosaic_gpu"))(*x[:3], constants=(ids,))
-    wide = (y.astype(jnp.float32) for y in x[:3])
-    expected = with_gradients(functools.partial(attend, implementation="reference"))(*wide, constants=(ids,))
-    pairs = zip(("out", "lse", "dq", "dk", "dv"), jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    found = with_gradients(functools.partial(train, implementation="mosaic_gpu"))(*x, probe, constants=(ids,))
+    wide = (y.astype(jnp.float32) for y in x)
+    expected = with_gradients(functools.partial(train, implementation="reference"))(*wide, probe, constants=(ids,))
+    names = ("out", "lse", "kl", "dq", "dk", "dv", "diq", "dik", "value of kl")
+    pairs = zip(names, jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     errors = {name: error_ratio(a, b) for name, a, b in pairs}
     if not all(error <= PARITY_LIMIT for error in errors.values()):
         raise SystemExit(f"parity failed, limit {PARITY_LIMIT}: {errors}")
@@ -236,8 +235,9 @@ def ratios(rows: list[dict]) -> Iterator[dict]:
 
 
 def selections(T: int, path: Path | None) -> Iterator[tuple[str, jax.Array]]:
-    yield "uniform", selection(jax.random.key(0), T=T, share=0.0)
+    yield "uniform", selection(jax.random.key(0), T=T)
     yield "clustered", selection(jax.random.key(0), T=T, share=0.75)
+    yield "sink", selection(jax.random.key(0), T=T, sink=True)
     if path is not None:
         trained = np.load(path, allow_pickle=False)["ids"]
         if trained.shape == (K, T, R):
@@ -261,14 +261,20 @@ def run(lengths: list[int], path: Path | None) -> Iterator[dict]:
             yield from ({"T": T, "selection": name, **row} for row in ratios(dense + rows))
 
 
+def checked_out() -> str | None:
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return git.stdout.strip() or None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072, 524288, 1048576])
     parser.add_argument("--ids", type=Path, help=".npz with ids [K, T, R] of a trained model")
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
+    parser.add_argument("--commit", help="of the code that runs, where its checkout does not say")
     arguments = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    about = {"commit": commit or None, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "shape": [N, K, H, C, R]}
+    device = jax.devices()[0].device_kind
+    about = {"commit": arguments.commit or checked_out(), "device": device, "jax": jax.__version__, "shape": [N, K, H, C, R]}
     parity = {"stage": "parity", **{name: float(f"{error:.2e}") for name, error in check_parity().items()}}
     for row in itertools.chain([parity], run(arguments.lengths, arguments.ids)):
         print(json.dumps(row), flush=True)

@@ -68,6 +68,23 @@ def row_max(x_XC: jax.Array, *, simulated: bool) -> jax.Array:
     return reduce(x_XC)
 
 
+def means_of_groups(x_CX: jax.Array, size: int, real: int) -> jax.Array:
+    """[C, 8] of a wgmma accumulator: column j is the mean over the first `real` columns of the j-th `size`, 0 where there is no j-th.
+
+    A product with a constant matrix would need the probabilities in 16 bits and registers for its result while others are in flight.
+    """
+    (C, X), layout = x_CX.shape, plgpu.Layout.WGMMA
+    place_C8 = plgpu.broadcasted_iota(jnp.int32, (C, 8), 1, layout=layout)
+    means_C8 = filled((C, 8), 0.0, jnp.float32, layout)
+    for j in range(X // size):
+        group_CG = lax.slice(x_CX, (0, j * size), (C, (j + 1) * size))
+        if real < size:
+            group_CG = jnp.where(plgpu.broadcasted_iota(jnp.int32, (C, size), 1, layout=layout) < real, group_CG, 0.0)
+        mean_C8 = lax.broadcast_in_dim(group_CG.sum(axis=1) * (1 / real), (C, 8), [0])
+        means_C8 = jnp.where(place_C8 == j, mean_C8, means_C8)
+    return means_C8
+
+
 def launch(interpret: plgpu.InterpretGPUParams | None) -> dict[str, Any]:
     """Keyword arguments of `plgpu.kernel` that exist only where the simulator is asked for."""
     return {} if interpret is None else {"interpret": interpret}

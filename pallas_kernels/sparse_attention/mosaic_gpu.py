@@ -23,7 +23,7 @@ from pallas_kernels.mosaic import refuse_device
 from pallas_kernels.mosaic_pieces import sum_pieces
 from pallas_kernels.numerics import vary_alike
 from pallas_kernels.sparse_attention import tuning
-from pallas_kernels.sparse_attention.mosaic_gpu_backward import backward_items, statistics, teacher_weights
+from pallas_kernels.sparse_attention.mosaic_gpu_backward import backward_items, statistics
 from pallas_kernels.sparse_attention.mosaic_gpu_kv_outer import kv_outer
 from pallas_kernels.sparse_attention.mosaic_gpu_q_tile import q_tile
 from pallas_kernels.sparse_attention.mosaic_gpu_split import split
@@ -182,10 +182,9 @@ def backward_chunk(arrays, number_BKTR, table: BlockTable, origin_B2, *, group, 
     pad = TEACHER_PAD if teacher else max(4, tuning.ROWS // G)
     index = invert(number_BKTR, table, pad=pad, per=tuning.BACKWARD_PER)
     stats = statistics(lse_BTKG, delta_BTKG, index, R, scale)
-    weights = teacher_weights(group, G, q_BTKGH.dtype) if teacher else None
     static = {"slots": R, "block_size": block_size, "scale": scale, "interpret": interpret}
     chunk = stats, table.first_BT, origin_B2
-    part, dkv, *mean = backward_items(q_BTKGH, dout_BTKGH, k_BZKH, v_BZKH, index, chunk, teacher=weights, **static)
+    part, dkv, *mean = backward_items(q_BTKGH, dout_BTKGH, k_BZKH, v_BZKH, index, chunk, teacher=group if teacher else None, **static)
     dkv_LJCH = sum_pieces(dkv.reshape(dkv.shape[0], -1, dkv.shape[-1]), index, interpret)
     dq = sum_slots(part.reshape(B, K, *part.shape[1:]), number_BKTR, G)
     return dq, dkv_LJCH, Teacher(mean[0], index) if teacher else None

@@ -22,19 +22,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.inverse_index import InverseIndex, slot_bits
-from pallas_kernels.mosaic import MASKED, TILED, all_phases_seen, int32, launch, store_where
+from pallas_kernels.mosaic import MASKED, TILED, all_phases_seen, int32, launch, means_of_groups, store_where
 from pallas_kernels.mosaic_entries import WorkItem, load_arrivals, load_entries, visible
 from pallas_kernels.sparse_attention import tuning
 
 KEYS = 64  # keys a consumer owns
 COLUMNS = 64  # columns of dQ that one product computes
-TEACHER_ROWS = 8  # queries of the teacher product: the smallest N of wgmma
+MEANS = 8  # columns of means_of_groups
 
 
 def statistics(lse_BTKG: jax.Array, delta_BTKG: jax.Array, index: InverseIndex, slots: int, scale: float) -> jax.Array:
@@ -45,12 +44,6 @@ def statistics(lse_BTKG: jax.Array, delta_BTKG: jax.Array, index: InverseIndex, 
     padding_X = jnp.repeat(jnp.array([MASKED, 0.0], jnp.float32), G)
     both_LPX = jnp.where((index.entry_LP >= 0)[..., None], jnp.take_along_axis(both_LTX, query_LP1, axis=1), padding_X)
     return both_LPX.reshape(L, -1, tuning.ROWS // G, 2, G).swapaxes(2, 3).reshape(L, -1, 2, tuning.ROWS)
-
-
-def teacher_weights(group: int, padded: int, dtype: jnp.dtype) -> jax.Array:
-    """[8, ROWS]: row i averages the real heads of the tile's i-th query."""
-    row = np.arange(tuning.ROWS)
-    return jnp.asarray(((row // padded == np.arange(TEACHER_ROWS)[:, None]) & (row % padded < group)) / group, dtype)
 
 
 class _Refs(NamedTuple):
@@ -65,7 +58,6 @@ class _Refs(NamedTuple):
     stats: Any
     first: Any
     origin: Any
-    weights: Any
     dq: Any
     dkv: Any
     mean: Any
@@ -82,14 +74,13 @@ class _Refs(NamedTuple):
     q_bar: Any
     free_bar: Any
     ds_bar: Any
-    weights_sm: Any
     mean_sm: Any
     staging: Any  # simulator only
 
     @staticmethod
     def of(refs: tuple, *, teacher: bool, simulated: bool) -> _Refs:
         refs = list(refs)
-        for place, there in ((9, teacher), (12, teacher), (26, teacher), (27, teacher), (28, simulated)):
+        for place, there in ((11, teacher), (25, teacher), (26, simulated)):
             if not there:
                 refs.insert(place, None)
         return _Refs(*refs)
@@ -97,6 +88,7 @@ class _Refs(NamedTuple):
 
 class _Static(NamedTuple):
     group: int
+    heads: int  # of a group's rows, those that are not padding
     block_size: int
     consumers: int
     column_groups: int
@@ -117,8 +109,6 @@ def _produce(refs: _Refs, item: WorkItem, static: _Static) -> None:
     plgpu.set_max_registers(tuning.BACKWARD_REGISTERS[static.consumers][1], action="decrease")
     load_entries(refs.entry.at[item.l], item.first_entry, refs.ids_sm, refs.ids_bar)
     here = item.slot_rows(refs.k, static.block_size)
-    if refs.weights is not None:
-        plgpu.copy_gmem_to_smem(refs.weights, refs.weights_sm, refs.kv_bar)
     plgpu.copy_gmem_to_smem(refs.k.at[item.b, here, item.h], refs.k_sm, refs.kv_bar)
     plgpu.copy_gmem_to_smem(refs.v.at[item.b, here, item.h], refs.v_sm, refs.kv_bar)
     plgpu.barrier_wait(refs.ids_bar)
@@ -164,19 +154,13 @@ def _gradient_of_scores(i, dv_acc, where, refs: _Refs, item: WorkItem, static: _
             refs.staging[wg] = p16
             plgpu.commit_smem()
             p16 = refs.staging.at[wg]
-        if refs.weights is None:
-            plgpu.wgmma(dv_acc, p16, refs.dout_sm.at[slot])
-        else:
-            pl.run_scoped(lambda acc: teacher_means(acc, p16), plgpu.ACC((KEYS, TEACHER_ROWS), jnp.float32))
+        plgpu.wgmma(dv_acc, p16, refs.dout_sm.at[slot])
+        if refs.mean is not None:
+            # This buffer was last sent sends + 1 tiles ago, so that send is over.
+            buffer = lax.rem(i, int32(tuning.BACKWARD_SENDS + 1))
+            refs.mean_sm.at[buffer, wg].T[...] = means_of_groups(p, static.group, static.heads).astype(dtype)
         dp = static.accumulated(dp_acc, 1)
         return p * (dp + start(1) if simulated else dp)
-
-    def teacher_means(mean_acc, p16):
-        # This buffer was last sent sends + 1 tiles ago, so that send is over.
-        plgpu.wgmma(mean_acc, p16, refs.weights_sm.T)
-        plgpu.wgmma(dv_acc, p16, refs.dout_sm.at[slot])
-        buffer = lax.rem(i, int32(tuning.BACKWARD_SENDS + 1))
-        refs.mean_sm.at[buffer, wg].T[...] = static.accumulated(mean_acc, 1).astype(dtype)
 
     return pl.run_scoped(body, *[plgpu.ACC(shape, jnp.float32)] * 2).astype(dtype)
 
@@ -191,7 +175,7 @@ def _send(i, column_groups: tuple, refs: _Refs, item: WorkItem, static: _Static)
             place = pl.ds(lax.rem(t, int32(neighbours)) * G, G)
             target = refs.dq.at[item.l, lax.div(t, int32(neighbours)), r, place, pl.ds(columns * COLUMNS, COLUMNS)]
             store_where(real, refs.dq_sm.at[buffer, columns, pl.ds(j * G, G)], target, simulated=static.simulated)
-    if refs.weights is not None:
+    if refs.mean is not None:
         source = refs.mean_sm.at[lax.rem(i, int32(sends + 1)), item.wg, pl.ds(0, per_tile)]
         target = refs.mean.at[item.l, pl.ds(item.first_entry + i * per_tile, per_tile), pl.ds(item.wg * KEYS, KEYS)]
         plgpu.copy_smem_to_gmem(source, target, commit_group=False)
@@ -286,14 +270,13 @@ def _scratch(static: _Static, H: int, dtype: jnp.dtype, *, teacher: bool) -> lis
         plgpu.SMEM((ring, 2, rows), jnp.float32),
         plgpu.SMEM((tuning.BACKWARD_PER,), jnp.int32),
         plgpu.Barrier(num_arrivals=load_arrivals(tuning.BACKWARD_PER)),  # producer -> all: the entries
-        plgpu.Barrier(num_arrivals=2 + teacher),  # producer -> consumers: K and V
+        plgpu.Barrier(num_arrivals=2),  # producer -> consumers: K and V
         plgpu.Barrier(num_arrivals=2 * static.per_tile + 1, num_barriers=ring),  # producer -> consumers: Q, dO and statistics of the slot
         plgpu.Barrier(num_arrivals=consumers, num_barriers=ring),  # consumers -> producer: the slot is read
         plgpu.Barrier(num_arrivals=consumers, num_barriers=2),  # consumers -> consumers: dS of the tile is complete
     ]
     if teacher:
-        scratch.append(plgpu.SMEM((TEACHER_ROWS, rows), dtype, transforms=TILED))
-        scratch.append(plgpu.SMEM((sends + 1, consumers, TEACHER_ROWS, KEYS), dtype))
+        scratch.append(plgpu.SMEM((sends + 1, consumers, MEANS, KEYS), dtype))
     if static.simulated:
         scratch.append(plgpu.SMEM((consumers, KEYS, rows), dtype, transforms=TILED))
     return scratch
@@ -310,7 +293,7 @@ def backward_items(
     slots: int,
     block_size: int,
     scale: float,
-    teacher: jax.Array | None = None,
+    teacher: int | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, ...]:
     """The parts of dq, dk and dv that each entry and each work item contribute.
@@ -319,16 +302,16 @@ def backward_items(
       q_BTKGH, dout_BTKGH, k_BZKH, v_BZKH: as for kv_outer.
       index: inverse index of the chunk's whole selection.
       chunk: (statistics in list order, first_BT, origin_B2), the last two as for kv_outer.
-      teacher: `teacher_weights`, or None.
+      teacher: how many of the G heads are real, where the teacher's means are wanted.
 
     Returns:
       dq parts [L, T / X, R, X * G, H] in the order of kv_outer's parts; (dk, dv) parts [W, 2, C, H] float32;
-      with `teacher` also the mean over the group's heads of p, [L, P, C] in list order, padding unwritten.
+      with `teacher` also the mean over these heads of p, [L, P, C] in list order, padding unwritten.
     """
     (_, _, K, G, H), (L, P), dtype = q_BTKGH.shape, index.entry_LP.shape, q_BTKGH.dtype
     neighbours, consumers = tuning.NEIGHBOURS // G, block_size // KEYS
     stats_LYXM, first_BT, origin_B2 = chunk
-    static = _Static(G, block_size, consumers, H // COLUMNS, scale, interpret is not None)
+    static = _Static(G, teacher or G, block_size, consumers, H // COLUMNS, scale, interpret is not None)
 
     def sparse_attention_backward(*refs):
         refs = _Refs.of(refs, teacher=teacher is not None, simulated=static.simulated)
@@ -354,5 +337,4 @@ def backward_items(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         **launch(interpret),
     )
-    operands = (q_BTKGH, dout_BTKGH, k_BZKH, v_BZKH, index.entry_LP, index.item_WX, stats_LYXM, first_BT, origin_B2)
-    return kernel(*operands, *([] if teacher is None else [teacher]))
+    return kernel(q_BTKGH, dout_BTKGH, k_BZKH, v_BZKH, index.entry_LP, index.item_WX, stats_LYXM, first_BT, origin_B2)
