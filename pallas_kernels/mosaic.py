@@ -68,21 +68,27 @@ def row_max(x_XC: jax.Array, *, simulated: bool) -> jax.Array:
     return reduce(x_XC)
 
 
-def means_of_groups(x_CX: jax.Array, size: int, real: int) -> jax.Array:
-    """[C, 8] of a wgmma accumulator: column j is the mean over the first `real` columns of the j-th `size`, 0 where there is no j-th.
+def means_width(groups: int) -> int:
+    """Columns of `means_of_groups`: those of a wgmma come in eights."""
+    return max(8, groups)
 
-    A product with a constant matrix would need the probabilities in 16 bits and registers for its result while others are in flight.
+
+def means_of_groups(x_CX: jax.Array, size: int, real: int) -> jax.Array:
+    """A wgmma accumulator's means over the first `real` of every `size` columns, [C, means_width], 0 in columns without a group.
+
+    A product with a constant matrix would take the values in 16 bits, and registers for its result while other products are in flight.
     """
     (C, X), layout = x_CX.shape, plgpu.Layout.WGMMA
-    place_C8 = plgpu.broadcasted_iota(jnp.int32, (C, 8), 1, layout=layout)
-    means_C8 = filled((C, 8), 0.0, jnp.float32, layout)
+    shape = C, means_width(X // size)
+    place_CQ = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+    means_CQ = filled(shape, 0.0, jnp.float32, layout)
     for j in range(X // size):
         group_CG = lax.slice(x_CX, (0, j * size), (C, (j + 1) * size))
         if real < size:
             group_CG = jnp.where(plgpu.broadcasted_iota(jnp.int32, (C, size), 1, layout=layout) < real, group_CG, 0.0)
-        mean_C8 = lax.broadcast_in_dim(group_CG.sum(axis=1) * (1 / real), (C, 8), [0])
-        means_C8 = jnp.where(place_C8 == j, mean_C8, means_C8)
-    return means_C8
+        mean_CQ = lax.broadcast_in_dim(group_CG.sum(axis=1) * (1 / real), shape, [0])
+        means_CQ = jnp.where(place_CQ == j, mean_CQ, means_CQ)
+    return means_CQ
 
 
 def launch(interpret: plgpu.InterpretGPUParams | None) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from msa_jax.model.attention import AttentionAux, Heads, MainProjections, Phase,
 from msa_jax.model.dense import full_attention
 from msa_jax.model.init import rngs_by_name
 from pallas_kernels.block_select.api import block_select
-from pallas_kernels.index_kl.api import index_kl
+from pallas_kernels.index_kl.api import index_kl, sparse_attention_and_index_kl
 from pallas_kernels.sparse_attention.api import sparse_attention
 
 
@@ -108,22 +108,19 @@ class MsaAttention(nnx.Module):
                 init_blocks=config.init_blocks, **documents,
             )  # fmt: skip
 
-        # 6. main attention; support_BKTR is what the KL sees: the selection, or the whole prefix
-        if phase == "sparse":
-            support_BKTR = ids_BKTR
-            out_BTNH, _ = sparse_attention(q_BTNH, k_BTKH, v_BTKH, ids_BKTR, block_size=config.block_size, **documents)
-        else:
-            support_BKTR = None
-            out_BTNH = full_attention(q_BTNH, k_BTKH, v_BTKH, segments)
-
-        # section 2: loss of the index branch
+        # 6. main attention, and section 2: loss of the index branch on what the main branch attends to
         tokens = kl_tokens(x_BTD, segments, kl_denominator)
+        weights_BT = None if segments is None else (segments > 0).astype(jnp.float32)
+        blocks = {"block_size": config.block_size, **documents}
+        loss_options = {"weights_BT": weights_BT, "denominator": tokens, **blocks}
         loss = jnp.zeros((), jnp.float32)
-        if kl:
-            weights_BT = None if segments is None else (segments > 0).astype(jnp.float32)
-            loss = index_kl(
-                iq_BTKI, ik_BTI, q_BTNH, k_BTKH, support_BKTR, block_size=config.block_size, weights_BT=weights_BT,
-                denominator=tokens, **documents,
-            )  # fmt: skip
+        if phase == "sparse" and kl:
+            out_BTNH, _, loss = sparse_attention_and_index_kl(q_BTNH, k_BTKH, v_BTKH, iq_BTKI, ik_BTI, ids_BKTR, **loss_options)
+        elif phase == "sparse":
+            out_BTNH, _ = sparse_attention(q_BTNH, k_BTKH, v_BTKH, ids_BKTR, **blocks)
+        else:
+            out_BTNH = full_attention(q_BTNH, k_BTKH, v_BTKH, segments)
+            if kl:
+                loss = index_kl(iq_BTKI, ik_BTI, q_BTNH, k_BTKH, None, **loss_options)
         selection = (ids_BKTR, lse_BKT) if return_selection else (None, None)
         return self.main.out(out_BTNH), AttentionAux(loss, tokens, *selection)

@@ -1,7 +1,9 @@
-"""sparse_attention and index_kl in one on Hopper (sm_90a): the backward of the attention has the teacher's probabilities in registers.
+"""sparse_attention and index_kl in one on Hopper (sm_90a).
 
-It emits their means over the heads (one more product a tile), and the index loss takes its value and its gradients from them, without
-computing q k a second time.
+With a probe: the backward of the attention has the teacher's probabilities in registers. It emits their means over the heads, and the
+index loss takes its value and its gradients from them, without computing q k a second time.
+
+Without: the forward has to know the value. It computes the teacher from the attention's log-sum-exp, and the gradients with the value.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from jax import lax
 
 from pallas_kernels.block_table import block_table
 from pallas_kernels.blocks import Layout
-from pallas_kernels.index_kl.mosaic_gpu import index_kl, normalised, value_and_gradient
+from pallas_kernels.index_kl.mosaic_gpu import normalised, sparse, value_and_gradient
 from pallas_kernels.index_kl.mosaic_gpu import refuse as refuse_index_kl
 from pallas_kernels.index_kl.mosaic_gpu_student import of_chunk
 from pallas_kernels.numerics import vary_alike
 from pallas_kernels.sparse_attention import mosaic_gpu as attention
+from pallas_kernels.sparse_attention.api import REGISTERED as ATTENTION
 
 
 def refuse(
@@ -49,14 +52,33 @@ def sparse_attention_and_index_kl(
     q_BTNH, k_BSKH, v_BSKH, iq_BTKI, ik_BSI, ids_BKTR, weights_BT, probe, layout: Layout, *, block_size, scale, index_scale
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(out, lse, kl) as api.py describes them."""
-    static = {"block_size": block_size, "scale": scale, "index_scale": index_scale}
-    value = jnp.float32(0)
-    if probe is None:
-        arrays = lax.stop_gradient((iq_BTKI, ik_BSI, q_BTNH, k_BSKH))
-        value, probe = index_kl(*arrays, ids_BKTR, weights_BT, layout, **static, with_gradients=False)[0], value
     constants = ids_BKTR, lax.stop_gradient(weights_BT), layout
-    out_BTNH, lse_BTN, zero = _attend(q_BTNH, k_BSKH, v_BSKH, iq_BTKI, ik_BSI, probe, constants, *static.values())
-    return out_BTNH, lse_BTN, value + zero
+    if probe is not None:
+        return _attend(q_BTNH, k_BSKH, v_BSKH, iq_BTKI, ik_BSI, probe, constants, block_size, scale, index_scale)
+    out_BTNH, lse_BTN = ATTENTION["mosaic_gpu"].run(q_BTNH, k_BSKH, v_BSKH, ids_BKTR, layout, block_size=block_size, scale=scale)
+    teacher = lax.stop_gradient((q_BTNH, k_BSKH, lse_BTN))
+    return out_BTNH, lse_BTN, _loss(iq_BTKI, ik_BSI, teacher, constants, block_size, scale, index_scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _loss(iq_BTKI, ik_BSI, teacher, constants, block_size, scale, index_scale):
+    """index_kl, given q, k and the log-sum-exp of the attention."""
+    return _loss_forward(iq_BTKI, ik_BSI, teacher, constants, block_size, scale, index_scale)[0]
+
+
+def _loss_forward(iq_BTKI, ik_BSI, teacher, constants, block_size, scale, index_scale):
+    (q_BTNH, k_BSKH, lse_BTN), (ids_BKTR, weights_BT, layout) = teacher, constants
+    static = {"block_size": block_size, "scale": scale, "index_scale": index_scale}
+    value, *gradients = sparse(iq_BTKI, ik_BSI, q_BTNH, k_BSKH, ids_BKTR, lse_BTN, weights_BT, layout, **static)
+    return vary_alike((value, *gradients, iq_BTKI))[0], (gradients, iq_BTKI, ik_BSI)
+
+
+def _loss_backward(block_size, scale, index_scale, residuals, cotangent):
+    gradients, *inputs = residuals
+    return *((cotangent * gradient).astype(x.dtype) for gradient, x in zip(gradients, inputs, strict=True)), None, None
+
+
+_loss.defvjp(_loss_forward, _loss_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))

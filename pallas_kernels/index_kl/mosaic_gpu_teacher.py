@@ -1,8 +1,8 @@
 """The teacher of the index loss on the kept blocks on Hopper (sm_90a): the attention's probabilities, averaged over the heads of a group.
 
 Mosaic GPU, KV-outer: one thread block serves one work item of the inverse index (one KV head, one kernel block, at most `per` entries).
-Scores are computed transposed, keys by (query, head), so that the probabilities are a register operand of a product with a constant matrix
-that averages the heads. The backward of sparse_attention emits the same numbers from tiles that it computes anyway.
+Scores are computed transposed, keys by (query, head), so that a mean over heads is one over neighbouring columns. The backward of
+sparse_attention emits the same numbers from tiles that it computes anyway.
 
     producer (1 warpgroup)      loads the entries and K once, then gathers ROWS / G queries a ring slot, one [G, H] TMA box each
     consumers (C / 64)          own 64 keys each
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.index_kl import tuning
 from pallas_kernels.index_kl.mosaic_gpu_student import Item
 from pallas_kernels.inverse_index import InverseIndex, slot_bits
-from pallas_kernels.mosaic import TILED, all_phases_seen, int32, launch, product, register_product
+from pallas_kernels.mosaic import TILED, all_phases_seen, int32, launch, means_of_groups, means_width, product
 from pallas_kernels.mosaic_entries import Entries, load_arrivals, load_entries, visible
 
 _HALF = 64  # keys that one consumer owns: the rows of a wgmma
@@ -47,20 +46,17 @@ class _Scratch(NamedTuple):
     k: Any
     lse: Any
     ids: Any
-    average: Any  # [queries, rows]: the product with it averages the heads of a query
     mean: Any  # two buffers a consumer
     ids_bar: Any  # producer -> all: the entries are there
-    k_bar: Any  # producer -> consumers: K and the averaging matrix are there
+    k_bar: Any  # producer -> consumers: K is there
     tile_bar: Any  # producer -> consumers: the slot's queries are there
     free_bar: Any  # consumers -> producer: the slot's queries have been read
-    staging: Any  # the simulator takes no left operand from registers
 
 
 class _Inputs(NamedTuple):
     q_BTKGH: Any
     k_BZKH: Any
     minus_lse_LX: Any
-    average_QX: Any
     entry_LP: Any
     first_BT: Any
     origin_B2: Any
@@ -78,7 +74,6 @@ def _produce(inputs: _Inputs, item: Item, entries: Entries, scratch: _Scratch, *
     load_entries(inputs.entry_LP.at[item.list], item.entry, scratch.ids, scratch.ids_bar)
     block = lax.rem(item.block, int32(inputs.k_BZKH.shape[1] // C))
     plgpu.copy_gmem_to_smem(inputs.k_BZKH.at[b, pl.ds(block * C, C), h], scratch.k, scratch.k_bar)
-    plgpu.copy_gmem_to_smem(inputs.average_QX, scratch.average, scratch.k_bar)
     plgpu.barrier_wait(scratch.ids_bar)
     query0 = inputs.origin_B2[b, 0]
 
@@ -95,8 +90,9 @@ def _produce(inputs: _Inputs, item: Item, entries: Entries, scratch: _Scratch, *
     all_phases_seen(scratch.free_bar, jnp.maximum(tiles - slots, 0), tiles, simulated=simulated)
 
 
-def _consume(inputs: _Inputs, item: Item, entries: Entries, scratch: _Scratch, mean_ref: Any, wg: jax.Array, *, scale2: float) -> None:
+def _consume(inputs: _Inputs, item: Item, entries: Entries, scratch: _Scratch, mean_ref: Any, *, group: int, scale2: float) -> None:
     """Every tile, for 64 keys."""
+    wg = lax.axis_index("wg")
     (b, _), slots, (_, rows, _) = inputs.row(item), scratch.free_bar.shape[0], scratch.q.shape
     per_tile, mine = rows // inputs.q_BTKGH.shape[3], pl.ds(wg * _HALF, _HALF)
     plgpu.barrier_wait(scratch.ids_bar)
@@ -112,8 +108,8 @@ def _consume(inputs: _Inputs, item: Item, entries: Entries, scratch: _Scratch, m
         hidden, mask = visible(tile, inputs.first_BT.at[b], place, scratch.k.shape[0], s_CX.shape, query_axis=1, key0=wg * _HALF)
         s_CX = lax.cond(hidden, lambda s: jnp.where(mask(), s, _MASKED), lambda s: s, s_CX)
         minus_lse_X = plgpu.load(scratch.lse.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
-        p_CX = jnp.exp2(s_CX * scale2 + lax.broadcast_in_dim(minus_lse_X, s_CX.shape, [1])).astype(mean_ref.dtype)
-        mean_CQ = register_product(p_CX, scratch.average.T, None if scratch.staging is None else scratch.staging.at[wg])
+        p_CX = jnp.exp2(s_CX * scale2 + lax.broadcast_in_dim(minus_lse_X, s_CX.shape, [1]))
+        mean_CQ = means_of_groups(p_CX, rows // per_tile, group)
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the buffer of two tiles ago has left
         scratch.mean.at[out, wg].T[...] = mean_CQ.astype(mean_ref.dtype)
         plgpu.commit_smem()
@@ -124,21 +120,18 @@ def _consume(inputs: _Inputs, item: Item, entries: Entries, scratch: _Scratch, m
     plgpu.wait_smem_to_gmem(0)
 
 
-def _scratch_types(dtype, *, C, H, G, interpret) -> _Scratch:
+def _scratch_types(dtype, *, C, H, G) -> _Scratch:
     rows, slots, consumers = tuning.TEACHER_ROWS, tuning.TEACHER_RING, C // _HALF
-    queries = max(8, rows // G)  # columns of a wgmma come in eights
     return _Scratch(
         q=plgpu.SMEM((slots, rows, H), dtype, transforms=TILED),
         k=plgpu.SMEM((C, H), dtype, transforms=TILED),
         lse=plgpu.SMEM((slots, rows), jnp.float32),
         ids=plgpu.SMEM((tuning.PER,), jnp.int32),
-        average=plgpu.SMEM((queries, rows), dtype, transforms=TILED),
-        mean=plgpu.SMEM((2, consumers, queries, _HALF), dtype),
+        mean=plgpu.SMEM((2, consumers, means_width(rows // G), _HALF), dtype),
         ids_bar=plgpu.Barrier(num_arrivals=load_arrivals(tuning.PER)),
-        k_bar=plgpu.Barrier(num_arrivals=2),
+        k_bar=plgpu.Barrier(),
         tile_bar=plgpu.Barrier(num_arrivals=rows // G + 1, num_barriers=slots),
         free_bar=plgpu.Barrier(num_arrivals=consumers, num_barriers=slots),
-        staging=None if interpret is None else plgpu.SMEM((consumers, _HALF, rows), dtype, transforms=TILED),
     )
 
 
@@ -161,8 +154,6 @@ def teacher_means(
     """
     (_, _, _, G, H), dtype, C = q_BTKGH.shape, q_BTKGH.dtype, block_size
     (L, P), rows, consumers = index.entry_LP.shape, tuning.TEACHER_ROWS, C // _HALF
-    row_X = np.arange(rows)
-    average_QX = (row_X // G == np.arange(max(8, rows // G))[:, None]) * (row_X % G < group) / group
 
     def index_kl_teacher(inputs, item_ref, mean_ref, scratch):
         wg, item = lax.axis_index("wg"), Item.read(item_ref, lax.axis_index("w"))
@@ -171,7 +162,7 @@ def teacher_means(
         @pl.when((wg < consumers) & (item.count > 0))
         def _():
             plgpu.set_max_registers(tuning.REGISTERS[0], action="increase")
-            _consume(inputs, item, entries, scratch, mean_ref, wg, scale2=scale * math.log2(math.e))
+            _consume(inputs, item, entries, scratch, mean_ref, group=group, scale2=scale * math.log2(math.e))
 
         @pl.when((wg == consumers) & (item.count > 0))
         def _():
@@ -185,9 +176,8 @@ def teacher_means(
         grid_names=("w",),
         num_threads=consumers + 1,
         thread_name="wg",
-        scratch_types=(_scratch_types(dtype, C=C, H=H, G=G, interpret=interpret),),
+        scratch_types=(_scratch_types(dtype, C=C, H=H, G=G),),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         **launch(interpret),
     )
-    average = jnp.asarray(average_QX, dtype)
-    return kernel(_Inputs(q_BTKGH, k_BZKH, minus_lse_LX, average, index.entry_LP, *view), index.item_WX)
+    return kernel(_Inputs(q_BTKGH, k_BZKH, minus_lse_LX, index.entry_LP, *view), index.item_WX)

@@ -27,13 +27,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.inverse_index import InverseIndex, slot_bits
-from pallas_kernels.mosaic import MASKED, TILED, all_phases_seen, int32, launch, means_of_groups, store_where
+from pallas_kernels.mosaic import MASKED, TILED, all_phases_seen, int32, launch, means_of_groups, means_width, store_where
 from pallas_kernels.mosaic_entries import WorkItem, load_arrivals, load_entries, visible
 from pallas_kernels.sparse_attention import tuning
 
 KEYS = 64  # keys a consumer owns
 COLUMNS = 64  # columns of dQ that one product computes
-MEANS = 8  # columns of means_of_groups
 
 
 def statistics(lse_BTKG: jax.Array, delta_BTKG: jax.Array, index: InverseIndex, slots: int, scale: float) -> jax.Array:
@@ -276,7 +275,7 @@ def _scratch(static: _Static, H: int, dtype: jnp.dtype, *, teacher: bool) -> lis
         plgpu.Barrier(num_arrivals=consumers, num_barriers=2),  # consumers -> consumers: dS of the tile is complete
     ]
     if teacher:
-        scratch.append(plgpu.SMEM((sends + 1, consumers, MEANS, KEYS), dtype))
+        scratch.append(plgpu.SMEM((sends + 1, consumers, means_width(static.per_tile), KEYS), dtype))
     if static.simulated:
         scratch.append(plgpu.SMEM((consumers, KEYS, rows), dtype, transforms=TILED))
     return scratch
