@@ -61,8 +61,8 @@ def sparse_attention(
 
     The support: keys of the query's document, not after it, whose block floor(position / block_size) is among its ids. An id
     outside 0..floor(position of the query / block_size) is ignored wherever it stands, a repeated one counts once. A query
-    without any valid id, or a padding query, has out 0, lse -inf and zero gradients. Keys outside the support never matter,
-    not even as NaN.
+    without any valid id, or a padding query, has out 0, lse -inf and zero gradients. Padding and blocks that a query did not
+    choose never matter to it, not even as NaN; nor do later keys of its own block, but in "mosaic_gpu" a NaN among their values.
 
     Args:
       q_BTNH: queries; the N / K heads of a group share the KV head's blocks.
