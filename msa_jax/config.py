@@ -7,177 +7,16 @@
 
 import dataclasses
 import math
-from typing import Any
 
+from msa_jax.config_checks import require, require_above_zero, require_positive, require_within
+from msa_jax.config_model import KINDS, ModelConfig, MsaConfig, VisionConfig
 from msa_jax.config_tree import ConfigError, config_hash, difference, flatten, from_dict, load, override, parse_changes, to_dict
 
 __all__ = [
-    "ConfigError", "DataConfig", "EvalConfig", "Experiment", "GroupConfig", "ModelConfig", "MsaConfig", "OptimConfig",
-    "StreamConfig", "TrainConfig", "VisionConfig", "config_hash", "difference", "flatten", "from_dict", "load", "override",
+    "KINDS", "ConfigError", "DataConfig", "EvalConfig", "Experiment", "GroupConfig", "ModelConfig", "MsaConfig",
+    "OptimConfig", "StreamConfig", "TrainConfig", "VisionConfig", "config_hash", "difference", "flatten", "from_dict", "load", "override",
     "parse_changes", "smoke", "to_dict",
 ]  # fmt: skip
-
-KINDS = {"D": "dense GQA", "M": "MiniMax Sparse Attention"}
-IMPLEMENTATIONS = ("auto", "reference", "xla", "mosaic_gpu", "triton")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
-def _require_positive(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _require(value >= 1, f"{type(config).__name__}.{name}={value}; it must be >= 1")
-
-
-def _require_within(config: Any, low: float, high: float, *names: str) -> None:
-    """Real numbers in [low, high); infinity and NaN never pass."""
-    for name in names:
-        value = getattr(config, name)
-        bound = f">= {low} and finite" if math.isinf(high) else f"in [{low}, {high})"
-        _require(low <= value < high, f"{type(config).__name__}.{name}={value}; it must be {bound}")
-
-
-def _require_above_zero(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _require(0 < value < math.inf, f"{type(config).__name__}.{name}={value}; it must be > 0 and finite")
-
-
-@dataclasses.dataclass(frozen=True)
-class MsaConfig:
-    """One attention layer. Every kind (dense GQA, MSA, ...) reads the fields it needs, so kinds swap in place.
-
-    MiniMax-M3: num_heads=64, num_kv_heads=4, head_dim=index_dim=block_size=128, num_blocks=16, rotary_dim=64.
-    """
-
-    d_model: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    index_dim: int = 128
-    block_size: int = 128
-    num_blocks: int = 16  # blocks kept per query and KV head, the local block included
-    rotary_dim: int | None = None  # channels turned by RoPE; None = half of head_dim, as in M3
-    rope_theta: float = 5e6
-    local_blocks: int = 1
-    init_blocks: int = 0
-    qk_norm: bool = True
-    norm_eps: float = 1e-6
-    index_stop_gradient: bool = True  # False only for the ablation: the KL then reaches the trunk
-    implementation: str = "auto"
-
-    def __post_init__(self) -> None:
-        _require_positive(self, "d_model", "num_heads", "num_kv_heads", "head_dim", "index_dim", "block_size", "num_blocks")
-        _require_above_zero(self, "rope_theta", "norm_eps")
-        _require(
-            self.num_heads % self.num_kv_heads == 0,
-            f"MsaConfig: num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; "
-            "every KV head serves the same number of query heads",
-        )
-        _require(
-            self.local_blocks >= 0 and self.init_blocks >= 0 and self.local_blocks + self.init_blocks <= self.num_blocks,
-            f"MsaConfig: local_blocks={self.local_blocks} + init_blocks={self.init_blocks} must be >= 0 and fit into "
-            f"num_blocks={self.num_blocks}",
-        )
-        widest = min(self.head_dim, self.index_dim)
-        rotary = self.rotary_channels
-        _require(
-            0 <= rotary <= widest and rotary % 2 == 0,
-            f"MsaConfig: rotary_dim={rotary} must be even, >= 0 and at most min(head_dim, index_dim)={widest}",
-        )
-        _require(
-            self.implementation in IMPLEMENTATIONS,
-            f"MsaConfig: implementation={self.implementation!r}; choose one of {', '.join(IMPLEMENTATIONS)}",
-        )
-
-    @property
-    def rotary_channels(self) -> int:
-        return self.head_dim // 4 * 2 if self.rotary_dim is None else self.rotary_dim
-
-
-@dataclasses.dataclass(frozen=True)
-class VisionConfig:
-    """The 3D-attention ViT and its projector. Study size by default; M3 uses patch 14, temporal patch 2, width 1280."""
-
-    width: int = 64
-    num_layers: int = 3
-    num_heads: int = 2
-    mlp_dim: int = 256
-    patch_size: int = 4
-    temporal_patch_size: int = 1
-    merge: int = 2  # merge x merge neighbouring patches become one visual token
-    frames_per_segment: int = 4  # time steps that attend to one another
-    temporal_pool: int = 1  # time steps averaged into one after the encoder
-    rope_theta: float = 1e4
-    norm_eps: float = 1e-6
-    channels: int = 3
-    sequence_length: int = 64  # patches a packed sequence (L); a segment must fit
-
-    def __post_init__(self) -> None:
-        _require_positive(
-            self, "width", "num_layers", "num_heads", "mlp_dim", "patch_size", "temporal_patch_size", "merge",
-            "frames_per_segment", "temporal_pool", "channels", "sequence_length",
-        )  # fmt: skip
-        _require_above_zero(self, "rope_theta", "norm_eps")
-        _require(self.width % self.num_heads == 0, f"VisionConfig: width={self.width} is not divisible by num_heads={self.num_heads}")
-        _require(
-            self.width // self.num_heads >= 6,
-            f"VisionConfig: head width {self.width // self.num_heads} is below 6, too small for three rotary axes",
-        )
-        _require(
-            self.sequence_length % self.merge**2 == 0,
-            f"VisionConfig: sequence_length={self.sequence_length} is not divisible by merge^2={self.merge**2}",
-        )
-        _require(
-            self.frames_per_segment % self.temporal_pool == 0,
-            f"VisionConfig: temporal_pool={self.temporal_pool} must divide frames_per_segment={self.frames_per_segment}",
-        )
-
-    @property
-    def patch_dim(self) -> int:
-        return self.temporal_patch_size * self.patch_size**2 * self.channels
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """A decoder of `num_layers` blocks whose kinds follow `pattern`, tiled over depth ("M", "DMMM", ...)."""
-
-    attention: MsaConfig
-    vocab_size: int = 4096
-    num_layers: int = 4
-    pattern: str = "M"
-    mlp_dim: int = 352
-    tie_embeddings: bool = True
-    norm_eps: float = 1e-6
-    dtype: str = "float32"  # compute; parameters are always float32 ("master weights")
-    remat: bool = False
-    vision: VisionConfig | None = None
-
-    def __post_init__(self) -> None:
-        _require_positive(self, "vocab_size", "num_layers", "mlp_dim")
-        _require_above_zero(self, "norm_eps")
-        unknown = sorted(set(self.pattern) - set(KINDS))
-        _require(bool(self.pattern) and not unknown, f"ModelConfig: pattern={self.pattern!r}; use the letters {KINDS}")
-        _require(
-            len(self.pattern) <= self.num_layers,
-            f"ModelConfig: pattern={self.pattern!r} names {len(self.pattern)} layers but num_layers={self.num_layers}",
-        )
-        _require(
-            self.dtype in ("float32", "bfloat16"),
-            f"ModelConfig: dtype={self.dtype!r}; choose float32 or bfloat16 (float16 would need a scaled loss)",
-        )
-
-    @property
-    def d_model(self) -> int:
-        return self.attention.d_model
-
-    @property
-    def layer_kinds(self) -> str:
-        """One letter a layer: the pattern tiled over depth."""
-        return (self.pattern * self.num_layers)[: self.num_layers]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,10 +30,10 @@ class StreamConfig:
     loss_weight: float = 1.0  # of each predicted token, beside those of the other streams
 
     def __post_init__(self) -> None:
-        _require(self.kind in ("text", "captions"), f"StreamConfig {self.name!r}: kind={self.kind!r}; choose text or captions")
-        _require_above_zero(self, "loss_weight")
+        require(self.kind in ("text", "captions"), f"StreamConfig {self.name!r}: kind={self.kind!r}; choose text or captions")
+        require_above_zero(self, "loss_weight")
         starts = [start for start, _ in self.rows]
-        _require(
+        require(
             bool(self.rows) and starts[0] == 0 and starts == sorted(set(starts)) and all(n >= 0 for _, n in self.rows),
             f"StreamConfig {self.name!r}: rows={self.rows}; give (first_step, rows) pairs with rising steps from 0 and rows >= 0",
         )
@@ -215,11 +54,11 @@ class DataConfig:
     prefetch: int = 2
 
     def __post_init__(self) -> None:
-        _require_positive(self, "sequence_length", "align_documents")
-        _require(self.prefetch >= 0, f"DataConfig: prefetch={self.prefetch}; it must be >= 0")
+        require_positive(self, "sequence_length", "align_documents")
+        require(self.prefetch >= 0, f"DataConfig: prefetch={self.prefetch}; it must be >= 0")
         names = [stream.name for stream in self.streams]
-        _require(len(names) == len(set(names)) and bool(names), f"DataConfig: streams={names}; name at least one, each once")
-        _require(self.rows_at(0) >= 1, "DataConfig: no stream has rows at step 0; the first batch would be empty")
+        require(len(names) == len(set(names)) and bool(names), f"DataConfig: streams={names}; name at least one, each once")
+        require(self.rows_at(0) >= 1, "DataConfig: no stream has rows at step 0; the first batch would be empty")
 
     def rows_at(self, step: int) -> int:
         return sum(stream.rows_at(step) for stream in self.streams)
@@ -235,8 +74,8 @@ class GroupConfig:
     clip_norm: float = 1.0  # of this group's own gradient norm; 0 = off
 
     def __post_init__(self) -> None:
-        _require_within(self, 0, math.inf, "learning_rate_scale", "weight_decay", "clip_norm")
-        _require(
+        require_within(self, 0, math.inf, "learning_rate_scale", "weight_decay", "clip_norm")
+        require(
             self.warmup_steps is None or self.warmup_steps >= 0,
             f"GroupConfig.warmup_steps={self.warmup_steps}; it must be >= 0, or none to follow optim.warmup_steps",
         )
@@ -258,12 +97,12 @@ class OptimConfig:
     vision: GroupConfig = GroupConfig()  # the ViT and the projector
 
     def __post_init__(self) -> None:
-        _require_above_zero(self, "learning_rate", "eps")
-        _require_within(self, 0, 1, "b1", "b2")
-        _require(self.warmup_steps >= 0, f"OptimConfig.warmup_steps={self.warmup_steps}; it must be >= 0")
+        require_above_zero(self, "learning_rate", "eps")
+        require_within(self, 0, 1, "b1", "b2")
+        require(self.warmup_steps >= 0, f"OptimConfig.warmup_steps={self.warmup_steps}; it must be >= 0")
         for name in ("decay_fraction", "final_fraction"):
             value = getattr(self, name)
-            _require(0 <= value <= 1, f"OptimConfig.{name}={value}; it must lie in [0, 1]")
+            require(0 <= value <= 1, f"OptimConfig.{name}={value}; it must lie in [0, 1]")
 
     @property
     def groups(self) -> dict[str, GroupConfig]:
@@ -284,13 +123,13 @@ class TrainConfig:
     evaluate_every: int = 0  # 0 = only at the end
 
     def __post_init__(self) -> None:
-        _require_positive(self, "steps", "microbatches", "checkpoint_every", "keep_checkpoints")
-        _require(
+        require_positive(self, "steps", "microbatches", "checkpoint_every", "keep_checkpoints")
+        require(
             0 <= self.index_warmup_steps <= self.steps,
             f"TrainConfig: index_warmup_steps={self.index_warmup_steps} must lie in [0, steps={self.steps}]",
         )
-        _require_within(self, 0, math.inf, "kl_weight")
-        _require(self.evaluate_every >= 0, f"TrainConfig: evaluate_every={self.evaluate_every}; it must be >= 0")
+        require_within(self, 0, math.inf, "kl_weight")
+        require(self.evaluate_every >= 0, f"TrainConfig: evaluate_every={self.evaluate_every}; it must be >= 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,8 +141,8 @@ class EvalConfig:
     candidates: int = 50  # 1-of-n retrieval
 
     def __post_init__(self) -> None:
-        _require_positive(self, "text_rows", "pictures")
-        _require(self.candidates >= 2, f"EvalConfig: candidates={self.candidates}; retrieval needs >= 2")
+        require_positive(self, "text_rows", "pictures")
+        require(self.candidates >= 2, f"EvalConfig: candidates={self.candidates}; retrieval needs >= 2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,23 +158,23 @@ class Experiment:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require(bool(self.name) and "/" not in self.name, f"Experiment: name={self.name!r}; it names a folder, so no '/' and not empty")
-        _require(self.seed >= 0, f"Experiment {self.name!r}: seed={self.seed}; it must be >= 0")
+        require(bool(self.name) and "/" not in self.name, f"Experiment: name={self.name!r}; it names a folder, so no '/' and not empty")
+        require(self.seed >= 0, f"Experiment {self.name!r}: seed={self.seed}; it must be >= 0")
         pictures = [stream.name for stream in self.data.streams if stream.kind == "captions"]
-        _require(
+        require(
             self.model.vision is not None or not pictures,
             f"Experiment {self.name!r}: streams {pictures} hold pictures but model.vision is None; give a VisionConfig or drop them",
         )
         for start in {start for stream in self.data.streams for start, _ in stream.rows}:
             rows = self.data.rows_at(start)
-            _require(
+            require(
                 rows % self.train.microbatches == 0,
                 f"Experiment {self.name!r}: {rows} rows at step {start} are not divisible by train.microbatches={self.train.microbatches}",
             )
         stable_until = self.train.steps - math.ceil(self.train.steps * self.optim.decay_fraction)
         for name, group in self.optim.groups.items():
             warmup = self.optim.warmup_steps if group.warmup_steps is None else group.warmup_steps
-            _require(
+            require(
                 warmup <= stable_until,
                 f"Experiment {self.name!r}: the {name} group warms up for {warmup} steps but decay starts at step {stable_until} "
                 "of train.steps; shorten the warm-up, shorten optim.decay_fraction or train longer",
