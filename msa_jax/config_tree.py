@@ -111,6 +111,8 @@ def load(path: str | Path, variant: str | None = None, changes: Mapping[str, Any
     if not path.is_file():
         near = difflib.get_close_matches(str(path), [str(other) for other in path.parent.glob("*.py")], n=3, cutoff=0.4)
         raise ConfigError(f"no config file {str(path)!r}; nearest: {', '.join(near) or 'none in that folder'}")
+    if path.suffix != ".py":
+        raise ConfigError(f"config file {str(path)!r} is no Python file; its name must end in .py")
     spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -126,10 +128,15 @@ def load(path: str | Path, variant: str | None = None, changes: Mapping[str, Any
 
 
 def _unknown_key(key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=3, cutoff=0.5) or difflib.get_close_matches(
-        key.rsplit(".", 1)[-1], known, n=3, cutoff=0.4
-    )
-    return f"unknown config key {key!r}; nearest: {', '.join(near) if near else ', '.join(sorted(known)[:8])}"
+    parent, _, leaf = key.rpartition(".")
+    near = [name for name in known if len(leaf) > 1 and leaf == _initials(name)]  # "lr", "bs"
+    near = sorted(near, key=lambda name: not name.startswith(parent + "."))[:3] or difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+    near = near or difflib.get_close_matches(leaf, known, n=3, cutoff=0.4) or sorted(known)[:8]
+    return f"unknown config key {key!r}; nearest: {', '.join(near)}"
+
+
+def _initials(path: str) -> str:
+    return "".join(word[:1] for word in path.rpartition(".")[2].split("_"))
 
 
 def _coerce(hint: Any, value: Any, path: str) -> Any:

@@ -185,6 +185,8 @@ def test_changes_apply_together() -> None:
         ("optim.learning_rat", 1, "unknown config key 'optim.learning_rat'; nearest: optim.learning_rate"),
         ("learning_rate", 1, "nearest: .*optim.learning_rate"),
         ("model.attention.block_sise", 1, "nearest: model.attention.block_size"),
+        ("optim.lr", 1, "unknown config key 'optim.lr'; nearest: optim.learning_rate"),
+        ("bs", 1, "unknown config key 'bs'; nearest: model.attention.block_size"),
         ("model.vocab_size.x", 1, "unknown config key 'model.vocab_size.x'"),
         ("data.streams.2.rows", "[[0, 1]]", "unknown config key 'data.streams.2.rows'; nearest: data.streams.[01].rows"),
         ("zzz", 1, "unknown config key 'zzz'"),
@@ -272,11 +274,13 @@ def test_load_reads_a_config_file_its_variants_and_changes(tmp_path: Path) -> No
         ("base.py", "wrong", "unknown config key 'optim.rate'"),
         ("empty.py", None, "has no function config()"),
         ("only.py", "fast", "no variant 'fast'; choose from: none"),
+        ("notes.md", None, "config file .*notes.md' is no Python file; its name must end in .py"),
     ],
 )
 def test_load_refuses_with_the_nearest_names(tmp_path: Path, name: str, variant: str | None, message: str) -> None:
     (tmp_path / "base.py").write_text(CONFIG_FILE)
-    (tmp_path / "empty.py").write_text("")
+    for name_of_no_config in ("empty.py", "notes.md"):
+        (tmp_path / name_of_no_config).write_text("")
     (tmp_path / "only.py").write_text(CONFIG_FILE.split("def variants")[0])
     with pytest.raises(ConfigError, match=message):
         load(tmp_path / name, variant)
