@@ -41,7 +41,7 @@ def config() -> Experiment:
         optim=OptimConfig(
             learning_rate=5e-3, warmup_steps=20, decay_fraction=0.3, final_fraction=0.05, b2=0.98, index=GroupConfig(weight_decay=0.0)
         ),
-        train=TrainConfig(steps=300, index_warmup_steps=40, kl_weight=1.0, checkpoint_every=100),
+        train=TrainConfig(steps=400, index_warmup_steps=40, kl_weight=1.0, checkpoint_every=100),
         eval=EvalConfig(text_rows=16, pictures=60, candidates=50),
     )
 
