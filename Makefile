@@ -5,7 +5,6 @@ PYTHON ?=
 VENV := $(if $(PYTHON),.venv-$(notdir $(PYTHON)),.venv)
 PY := $(VENV)/bin/python
 WORKDIR ?= runs/native
-DATA_SMALL := data/small/manifest.json
 # Compiled programs are kept between runs.
 export JAX_COMPILATION_CACHE_DIR ?= $(HOME)/.cache/msa_jax/jax
 export JAX_COMPILATION_CACHE_MAX_SIZE ?= 4294967296
@@ -24,7 +23,7 @@ data: setup ## build the small data pack (pip packages only)
 # A step's temporary arrays are mapped anew each time; in pages of 4 KiB a sixth of a CPU's work would be page faults (glibc >= 2.35).
 train: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 train: data ## train configs/native.py in its CPU size and print what it learned
-	$(PY) train.py --config configs/native.py --workdir $(WORKDIR)
+	$(PY) train.py --config configs/native.py --workdir "$(WORKDIR)"
 
 lint: setup ## ruff: style and format
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
@@ -32,7 +31,7 @@ lint: setup ## ruff: style and format
 test: lint ## fast tests on one interpreter
 	$(PY) -m pytest -q -n auto --maxprocesses 8 --durations 15
 
-test-slow: data ## kills, meshes, notebooks, smoke runs of every config
+test-slow: data ## kills and resumes, the pinned data pack, smoke runs of every config
 	$(PY) -m pytest -q -m slow --durations 15
 
 test-kernels: setup ## GPU kernels without a GPU: simulator with race detection, ptxas where it is installed; many minutes
