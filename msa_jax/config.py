@@ -10,12 +10,23 @@ import math
 
 from msa_jax.config_checks import require, require_above_zero, require_positive, require_within
 from msa_jax.config_model import KINDS, ModelConfig, MsaConfig, VisionConfig
-from msa_jax.config_tree import ConfigError, config_hash, difference, flatten, from_dict, load, override, parse_changes, to_dict
+from msa_jax.config_tree import (
+    ConfigError,
+    config_hash,
+    difference,
+    flatten,
+    from_dict,
+    load,
+    load_module,
+    override,
+    parse_changes,
+    to_dict,
+)
 
 __all__ = [
-    "KINDS", "ConfigError", "DataConfig", "EvalConfig", "Experiment", "GroupConfig", "ModelConfig", "MsaConfig",
-    "OptimConfig", "StreamConfig", "TrainConfig", "VisionConfig", "config_hash", "difference", "flatten", "from_dict", "load", "override",
-    "parse_changes", "smoke", "to_dict",
+    "KINDS", "ConfigError", "DataConfig", "EvalConfig", "Experiment", "GroupConfig", "ModelConfig",
+    "MsaConfig", "OptimConfig", "RewarmConfig", "StreamConfig", "TrainConfig", "VisionConfig", "config_hash", "difference",
+    "flatten", "from_dict", "load", "load_module", "override", "parse_changes", "smoke", "to_dict",
 ]  # fmt: skip
 
 
@@ -28,10 +39,12 @@ class StreamConfig:
     rows: tuple[tuple[int, int], ...] = ((0, 8),)
     sources: tuple[str, ...] = ()  # of the pack; () = all of this kind
     loss_weight: float = 1.0  # of each predicted token, beside those of the other streams
+    skip_rows: int = 0  # of the stream's order: those that the run of train.init_from has used
 
     def __post_init__(self) -> None:
         require(self.kind in ("text", "captions"), f"StreamConfig {self.name!r}: kind={self.kind!r}; choose text or captions")
         require_above_zero(self, "loss_weight")
+        require(self.skip_rows >= 0, f"StreamConfig {self.name!r}: skip_rows={self.skip_rows}; it must be >= 0")
         starts = [start for start, _ in self.rows]
         require(
             bool(self.rows) and starts[0] == 0 and starts == sorted(set(starts)) and all(n >= 0 for _, n in self.rows),
@@ -72,6 +85,7 @@ class GroupConfig:
     warmup_steps: int | None = None  # None = as the trunk
     weight_decay: float = 0.1
     clip_norm: float = 1.0  # of this group's own gradient norm; 0 = off
+    start_step: int = 0  # of new modules: they stand still before, and then warm up to the full peak whatever the trunk does
 
     def __post_init__(self) -> None:
         require_within(self, 0, math.inf, "learning_rate_scale", "weight_decay", "clip_norm")
@@ -79,16 +93,32 @@ class GroupConfig:
             self.warmup_steps is None or self.warmup_steps >= 0,
             f"GroupConfig.warmup_steps={self.warmup_steps}; it must be >= 0, or none to follow optim.warmup_steps",
         )
+        require(self.start_step >= 0, f"GroupConfig.start_step={self.start_step}; it must be >= 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class RewarmConfig:
+    """Training that goes on after a decay: up again to `peak_fraction` of optim.learning_rate, then linear decay as before."""
+
+    start_step: int  # where the decay before it arrives
+    warmup_steps: int = 0
+    peak_fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive(self, "start_step")
+        require(self.warmup_steps >= 0, f"RewarmConfig.warmup_steps={self.warmup_steps}; it must be >= 0")
+        require_above_zero(self, "peak_fraction")
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-    """AdamW under a WSD schedule: linear warm-up, stable, linear decay to `final_fraction` of the peak."""
+    """AdamW under a WSD schedule: linear warm-up, stable, linear decay to `final_fraction` of the peak; `rewarms` may follow."""
 
     learning_rate: float = 3e-3
     warmup_steps: int = 50
-    decay_fraction: float = 0.2
-    final_fraction: float = 0.1
+    decay_fraction: float = 0.2  # of all steps, or of those before the first rewarm
+    final_fraction: float = 0.1  # of learning_rate
+    rewarms: tuple[RewarmConfig, ...] = ()
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -103,24 +133,40 @@ class OptimConfig:
         for name in ("decay_fraction", "final_fraction"):
             value = getattr(self, name)
             require(0 <= value <= 1, f"OptimConfig.{name}={value}; it must lie in [0, 1]")
+        starts = [rewarm.start_step for rewarm in self.rewarms]
+        require(starts == sorted(set(starts)), f"OptimConfig: rewarms start at {starts}; give them in rising order")
 
     @property
     def groups(self) -> dict[str, GroupConfig]:
         """By the names that `msa_jax.model.groups.parameter_group` gives."""
         return {"trunk": self.trunk, "index": self.index, "vision": self.vision}
 
+    def first_decay(self, steps: int) -> tuple[int, int]:
+        """(first step, end) of the decay that ends the first warm-up and stable phase of a run of so many steps."""
+        end = self.rewarms[0].start_step if self.rewarms else steps
+        return end - math.ceil(end * self.decay_fraction), end
+
+    def warmup_of(self, group: GroupConfig) -> int:
+        return self.warmup_steps if group.warmup_steps is None else group.warmup_steps
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Length, phases and safety of a run."""
+    """Length, phases and safety of a run.
+
+    A language loss is a sum over predicted tokens divided by their number in the batch, or, with `loss_rows`, by the tokens of
+    so many full rows: rows that are added to a batch then leave the gradient of the others as it was.
+    """
 
     steps: int = 400
     index_warmup_steps: int = 40  # full attention and full-prefix KL before selection starts
     kl_weight: float = 1.0  # lambda of msa.md; the mean (not the sum) over MSA layers is weighted
+    loss_rows: int | None = None
     microbatches: int = 1
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
     evaluate_every: int = 0  # 0 = only at the end
+    init_from: str | None = None  # run folder whose parameters and optimiser moments, not whose step, are the start; may hold {seed}
 
     def __post_init__(self) -> None:
         require_positive(self, "steps", "microbatches", "checkpoint_every", "keep_checkpoints")
@@ -130,6 +176,7 @@ class TrainConfig:
         )
         require_within(self, 0, math.inf, "kl_weight")
         require(self.evaluate_every >= 0, f"TrainConfig: evaluate_every={self.evaluate_every}; it must be >= 0")
+        require(self.loss_rows is None or self.loss_rows >= 1, f"TrainConfig: loss_rows={self.loss_rows}; it must be >= 1, or none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,13 +218,30 @@ class Experiment:
                 rows % self.train.microbatches == 0,
                 f"Experiment {self.name!r}: {rows} rows at step {start} are not divisible by train.microbatches={self.train.microbatches}",
             )
-        stable_until = self.train.steps - math.ceil(self.train.steps * self.optim.decay_fraction)
-        for name, group in self.optim.groups.items():
-            warmup = self.optim.warmup_steps if group.warmup_steps is None else group.warmup_steps
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        """Every group has warmed up where its decay starts, and every rewarm has where the next one, or the end, comes."""
+        optim, steps = self.optim, self.train.steps
+        decay_start, _ = optim.first_decay(steps)
+        for name, group in optim.groups.items():
+            warmup = optim.warmup_of(group)
             require(
-                warmup <= stable_until,
-                f"Experiment {self.name!r}: the {name} group warms up for {warmup} steps but decay starts at step {stable_until} "
+                group.start_step > 0 or warmup <= decay_start,
+                f"Experiment {self.name!r}: the {name} group warms up for {warmup} steps but decay starts at step {decay_start} "
                 "of train.steps; shorten the warm-up, shorten optim.decay_fraction or train longer",
+            )
+            require(
+                group.start_step == 0 or group.start_step + warmup <= steps,
+                f"Experiment {self.name!r}: the {name} group starts at step {group.start_step} and warms up for {warmup} steps, which "
+                f"ends beyond train.steps={steps}",
+            )
+        ends = [*(rewarm.start_step for rewarm in optim.rewarms), steps][1:]
+        for rewarm, end in zip(optim.rewarms, ends, strict=True):
+            require(
+                rewarm.start_step + rewarm.warmup_steps <= end,
+                f"Experiment {self.name!r}: the rewarm at step {rewarm.start_step} takes {rewarm.warmup_steps} steps, beyond step {end}, "
+                "where the next one or the end of the run comes",
             )
 
 
@@ -185,7 +249,7 @@ def smoke(experiment: Experiment, steps: int = 40) -> Experiment:
     """The same experiment small enough for a minute on two CPU cores: same layer kinds, streams, phases and groups.
 
     Widths, depth, rows and lengths shrink, every schedule is scaled to `steps`, and the data are synthetic, so that
-    no pack is needed.
+    no pack is needed. It starts anew: another run's checkpoint would not fit.
     """
     model, attention, optim, train = experiment.model, experiment.model.attention, experiment.optim, experiment.train
     scale = steps / train.steps
@@ -195,22 +259,33 @@ def smoke(experiment: Experiment, steps: int = 40) -> Experiment:
         width=32, num_layers=1, num_heads=2, mlp_dim=64, temporal_patch_size=model.vision.temporal_patch_size,
         frames_per_segment=model.vision.frames_per_segment, temporal_pool=model.vision.temporal_pool,
     )  # fmt: skip
+    num_layers = max(2, len(pattern))
+    moe = model.moe and dataclasses.replace(
+        model.moe, num_experts=min(model.moe.num_experts, 8), experts_per_token=min(model.moe.experts_per_token, 2), expert_dim=32,
+        shared_dim=min(model.moe.shared_dim, 32), dense_layers=min(model.moe.dense_layers, num_layers - 1),
+    )  # fmt: skip
     streams = tuple(
-        dataclasses.replace(stream, rows=_scaled_rows(stream.rows, scale, train.microbatches), sources=())
+        dataclasses.replace(stream, rows=_scaled_rows(stream.rows, scale, train.microbatches), sources=(), skip_rows=0)
         for stream in experiment.data.streams
     )
     warmups = {f"optim.{name}.warmup_steps": group.warmup_steps for name, group in optim.groups.items()}
+    starts = {f"optim.{name}.start_step": round(group.start_step * scale) for name, group in optim.groups.items()}
+    rewarms = tuple(
+        dataclasses.replace(rewarm, start_step=round(rewarm.start_step * scale), warmup_steps=int(rewarm.warmup_steps * scale))
+        for rewarm in optim.rewarms
+    )
     return override(experiment, {
         "model.attention.d_model": 64, "model.attention.head_dim": 16, "model.attention.index_dim": 16, "model.attention.rotary_dim": 8,
         "model.attention.num_heads": kv_heads * min(attention.num_heads // attention.num_kv_heads, 2),
         "model.attention.num_kv_heads": kv_heads,
         "model.attention.block_size": min(attention.block_size, 8),
         "model.attention.num_blocks": max(min(attention.num_blocks, 4), attention.local_blocks + attention.init_blocks),
-        "model.num_layers": max(2, len(pattern)), "model.pattern": pattern, "model.mlp_dim": 128, "model.vocab_size": 4096,
-        "model.vision": vision,
+        "model.num_layers": num_layers, "model.pattern": pattern, "model.mlp_dim": 128, "model.vocab_size": 4096,
+        "model.vision": vision, "model.moe": moe,
         "data.pack": "synthetic", "data.tokenizer": "bpe4096", "data.sequence_length": 128, "data.streams": streams,
         "optim.learning_rate": max(optim.learning_rate, 3e-3), "optim.warmup_steps": min(5, int(optim.warmup_steps * scale)),
-        **{path: None if warmup is None else int(warmup * scale) for path, warmup in warmups.items()},
+        **{path: None if warmup is None else int(warmup * scale) for path, warmup in warmups.items()}, **starts, "optim.rewarms": rewarms,
+        "train.loss_rows": train.loss_rows and _few_rows(train.loss_rows, train.microbatches), "train.init_from": None,
         "train.steps": steps, "train.index_warmup_steps": min(steps // 2, math.ceil(train.index_warmup_steps * scale)),
         "train.checkpoint_every": steps // 2, "train.evaluate_every": 0,
         "eval": EvalConfig(text_rows=2, pictures=8, candidates=4),
@@ -219,5 +294,9 @@ def smoke(experiment: Experiment, steps: int = 40) -> Experiment:
 
 def _scaled_rows(rows: tuple[tuple[int, int], ...], scale: float, microbatches: int) -> tuple[tuple[int, int], ...]:
     """The schedule with steps times `scale` and at most two rows a microbatch; entries that fall onto one step keep the last."""
-    few = {round(start * scale): min(math.ceil(count / microbatches), 2) * microbatches for start, count in rows}
+    few = {round(start * scale): _few_rows(count, microbatches) for start, count in rows}
     return tuple(sorted(few.items()))
+
+
+def _few_rows(count: int, microbatches: int) -> int:
+    return min(math.ceil(count / microbatches), 2) * microbatches

@@ -108,6 +108,19 @@ def load(path: str | Path, variant: str | None = None, changes: Mapping[str, Any
     its baseline. Raises ConfigError for a missing file or variant.
     """
     path = Path(path) if beside is None else Path(beside).parent / path
+    module = load_module(path)
+    config = module.config()
+    if variant is None:
+        return override(config, changes or {})
+    variants = module.variants() if hasattr(module, "variants") else {}
+    if variant not in variants:
+        raise ConfigError(f"config file {str(path)!r} has no variant {variant!r}; choose from: {', '.join(variants) or 'none'}")
+    return override(config, {"name": f"{config.name}-{variant}", **variants[variant], **(changes or {})})
+
+
+def load_module(path: str | Path) -> types.ModuleType:
+    """A config file as a module, which has at least `config()`. Raises ConfigError for a missing file or function."""
+    path = Path(path)
     if not path.is_file():
         near = difflib.get_close_matches(str(path), [str(other) for other in path.parent.glob("*.py")], n=3, cutoff=0.4)
         raise ConfigError(f"no config file {str(path)!r}; nearest: {', '.join(near) or 'none in that folder'}")
@@ -118,13 +131,7 @@ def load(path: str | Path, variant: str | None = None, changes: Mapping[str, Any
     spec.loader.exec_module(module)
     if not hasattr(module, "config"):
         raise ConfigError(f"config file {str(path)!r} has no function config()")
-    config = module.config()
-    if variant is None:
-        return override(config, changes or {})
-    variants = module.variants() if hasattr(module, "variants") else {}
-    if variant not in variants:
-        raise ConfigError(f"config file {str(path)!r} has no variant {variant!r}; choose from: {', '.join(variants) or 'none'}")
-    return override(config, {"name": f"{config.name}-{variant}", **variants[variant], **(changes or {})})
+    return module
 
 
 def _unknown_key(key: str, known: list[str]) -> str:

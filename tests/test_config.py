@@ -16,6 +16,7 @@ from msa_jax.config import (
     ModelConfig,
     MsaConfig,
     OptimConfig,
+    RewarmConfig,
     StreamConfig,
     TrainConfig,
     VisionConfig,
@@ -77,6 +78,7 @@ def experiment(**changes: Any) -> Experiment:
         (lambda: StreamConfig("x", rows=((5, 1),)), "rising steps from 0"),
         (lambda: StreamConfig("x", rows=((0, 1), (9, 2), (4, 1))), "rising steps from 0"),
         (lambda: StreamConfig("x", rows=((0, -1),)), "rows >= 0"),
+        (lambda: StreamConfig("x", skip_rows=-1), "skip_rows=-1"),
         (lambda: DataConfig(sequence_length=0), "sequence_length=0"),
         (lambda: DataConfig(prefetch=-1), "prefetch=-1"),
         (lambda: DataConfig(streams=()), r"streams=\[\]; name at least one"),
@@ -86,6 +88,11 @@ def experiment(**changes: Any) -> Experiment:
         (lambda: GroupConfig(weight_decay=float("nan")), "weight_decay=nan"),
         (lambda: GroupConfig(clip_norm=float("inf")), "clip_norm=inf; .* finite"),
         (lambda: GroupConfig(warmup_steps=-1), "warmup_steps=-1"),
+        (lambda: GroupConfig(start_step=-1), "start_step=-1"),
+        (lambda: RewarmConfig(0), "start_step=0; it must be >= 1"),
+        (lambda: RewarmConfig(5, warmup_steps=-1), "RewarmConfig.warmup_steps=-1"),
+        (lambda: RewarmConfig(5, peak_fraction=0.0), "peak_fraction=0.0; it must be > 0"),
+        (lambda: OptimConfig(rewarms=(RewarmConfig(9), RewarmConfig(5))), r"rewarms start at \[9, 5\]; give them in rising order"),
         (lambda: OptimConfig(learning_rate=0.0), "learning_rate=0.0; it must be > 0"),
         (lambda: OptimConfig(learning_rate=float("inf")), "learning_rate=inf"),
         (lambda: OptimConfig(eps=0.0), "eps=0.0"),
@@ -98,6 +105,7 @@ def experiment(**changes: Any) -> Experiment:
         (lambda: TrainConfig(steps=10, index_warmup_steps=11), r"index_warmup_steps=11 must lie in \[0, steps=10\]"),
         (lambda: TrainConfig(kl_weight=-1.0), "kl_weight=-1.0"),
         (lambda: TrainConfig(evaluate_every=-1), "evaluate_every=-1"),
+        (lambda: TrainConfig(loss_rows=0), "loss_rows=0"),
         (lambda: EvalConfig(candidates=1), "candidates=1; retrieval needs >= 2"),
         (lambda: experiment(name="a/b"), "name='a/b'; it names a folder"),
         (lambda: experiment(name=""), "name=''"),
@@ -106,6 +114,10 @@ def experiment(**changes: Any) -> Experiment:
         (lambda: experiment(**{"train.microbatches": 4}), "6 rows at step 0 are not divisible by train.microbatches=4"),
         (lambda: experiment(**{"optim.warmup_steps": 321}), "the trunk group warms up for 321 steps but decay starts at step 320"),
         (lambda: experiment(**{"optim.vision.warmup_steps": 321}), "the vision group warms up for 321"),
+        (lambda: experiment(**{"optim.vision.start_step": 394}), "the vision group starts at step 394 and warms up for 7 steps"),
+        (lambda: experiment(**{"optim.rewarms": (RewarmConfig(60),)}), "warms up for 50 steps but decay starts at step 48"),
+        (lambda: experiment(**{"optim.rewarms": (RewarmConfig(390, 11),)}), "the rewarm at step 390 takes 11 steps, beyond step 400"),
+        (lambda: experiment(**{"optim.rewarms": (RewarmConfig(300, 9), RewarmConfig(305, 9))}), "takes 9 steps, beyond step 305"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_name(make: Any, message: str) -> None:
@@ -291,7 +303,8 @@ def test_smoke_keeps_kinds_streams_phases_and_groups() -> None:
         "model.pattern": "DDDMM", "model.num_layers": 60, "model.dtype": "bfloat16", "model.attention.d_model": 4096,
         "train.microbatches": 2, "train.steps": 10_000, "train.index_warmup_steps": 130, "train.kl_weight": 0.3,
         "data.streams.0.rows": ((0, 62),), "data.streams.1.rows": ((0, 0), (5000, 2), (8000, 10)), "data.streams.0.sources": ("plays",),
-        "optim.vision.learning_rate_scale": 0.5, "optim.vision.warmup_steps": 500,
+        "optim.vision.learning_rate_scale": 0.5, "optim.vision.warmup_steps": 500, "optim.vision.start_step": 5000,
+        "optim.rewarms": (RewarmConfig(7500, 600, 0.3),), "train.loss_rows": 62, "train.init_from": "runs/x", "data.streams.0.skip_rows": 9,
     })  # fmt: skip
     small = smoke(large)
     assert small.model.layer_kinds == "DM"
@@ -302,7 +315,9 @@ def test_smoke_keeps_kinds_streams_phases_and_groups() -> None:
     assert small.data.streams[0].sources == ()
     assert small.data.pack == "synthetic"
     assert (small.train.steps, small.train.index_warmup_steps) == (40, 1)
-    assert (small.optim.vision.learning_rate_scale, small.optim.vision.warmup_steps) == (0.5, 2)
+    assert (small.optim.vision.learning_rate_scale, small.optim.vision.warmup_steps, small.optim.vision.start_step) == (0.5, 2, 20)
+    assert small.optim.rewarms == (RewarmConfig(30, 2, 0.3),)
+    assert (small.train.loss_rows, small.train.init_from, small.data.streams[0].skip_rows) == (4, None, 0)
     assert small.model.attention.d_model == 64
 
 

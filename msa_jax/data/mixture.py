@@ -89,7 +89,7 @@ class Mixture:
         """Batch of step n. Microbatch i owns rows i*B/m .. and vision sequences i*V/m ..; streams are spread evenly over them."""
         m = self.microbatches
         streams = sorted(self.data.streams, key=lambda stream: stream.kind == "captions")  # pictures together, to be dealt out evenly
-        wanted = [(stream, rows_before(stream, step) + i) for stream in streams for i in range(stream.rows_at(step))]
+        wanted = [(stream, stream.skip_rows + rows_before(stream, step) + i) for stream in streams for i in range(stream.rows_at(step))]
         assert len(wanted) % m == 0, f"{len(wanted)} rows cannot be dealt out to {m} microbatches"
         rows = Rows(len(wanted), self.data.sequence_length, pad=self.tokenizer.pad, align=self.data.align_documents)
         packer, share = self._packer(step)

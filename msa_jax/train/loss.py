@@ -2,6 +2,8 @@
 
     total = sum_t w_t nats_t / sum_t w_t + lambda * mean over MSA layers of L_KL                       (msa.md, section 2)
 
+With TrainConfig.loss_rows a constant takes the place of sum_t w_t, so that a token weighs the same whatever else is in a batch.
+
 Sums over a microbatch are divided by the counts of all microbatches, so that losses and gradients of microbatches add up
 to those of one big batch also where their token counts differ.
 """
@@ -20,14 +22,14 @@ from msa_jax.model.attention import Phase
 class Totals(NamedTuple):
     """Denominators of a whole batch, float32."""
 
-    loss_weight: Float[Array, ""]  # sum of the weights of predicted tokens
+    loss_weight: Float[Array, ""]  # sum of the weights of predicted tokens, or a fixed number of tokens
     tokens: Float[Array, ""]  # real tokens, visual ones included
 
 
 class Losses(NamedTuple):
     """Shares of a (micro)batch in the loss, float32; those of all microbatches add up."""
 
-    lm: Float[Array, ""]  # nats a predicted token, weighted
+    lm: Float[Array, ""]  # nats a predicted token, weighted; nats a token of the fixed number, where there is one
     kl: Float[Array, ""]  # nats a real token, mean over MSA layers
     kl_X: Float[Array, "X"]  # the same by MSA layer
     nats_by_source: Float[Array, "sources"]  # sums, not means
@@ -39,8 +41,11 @@ def target_weights(batch: Batch) -> Float[Array, "B T"]:
     return jnp.asarray(batch.loss_weights_BT, jnp.float32).at[:, -1].set(0)
 
 
-def batch_totals(batch: Batch) -> Totals:
-    return Totals(target_weights(batch).sum(), jnp.sum(jnp.asarray(batch.segments_BT) > 0, dtype=jnp.float32))
+def batch_totals(batch: Batch, loss_rows: int | None = None) -> Totals:
+    """With `loss_rows` the language loss is divided by the tokens of so many full rows, whatever the batch holds."""
+    weights_BT = target_weights(batch)
+    loss_weight = weights_BT.sum() if loss_rows is None else jnp.asarray(loss_rows * weights_BT.shape[1], jnp.float32)
+    return Totals(loss_weight, jnp.sum(jnp.asarray(batch.segments_BT) > 0, dtype=jnp.float32))
 
 
 def next_token_nats(logits_BTE: Float[Array, "B T E"], tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T"]:

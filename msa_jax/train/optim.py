@@ -26,8 +26,16 @@ def make_optimizer(config: OptimConfig, steps: int, params: nnx.State) -> optax.
     present = set(jax.tree.leaves(labels))
     schedules = learning_rates(config, steps)
     return optax.partition(
-        {name: _adamw(config, group, schedules[name]) for name, group in config.groups.items() if name in present}, labels
+        {name: _from_its_start(config, group, schedules[name]) for name, group in config.groups.items() if name in present}, labels
     )
+
+
+def _from_its_start(config: OptimConfig, group: GroupConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """AdamW that begins at the group's start_step, its own count of updates included; nothing moves before."""
+    if not group.start_step:
+        return _adamw(config, group, schedule)
+    late = _adamw(config, group, lambda count: schedule(count + group.start_step))
+    return optax.conditionally_mask(late, lambda step: step >= group.start_step)
 
 
 def _adamw(config: OptimConfig, group: GroupConfig, schedule: optax.Schedule) -> optax.GradientTransformation:

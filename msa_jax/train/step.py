@@ -15,7 +15,7 @@ from msa_jax.data.batch import Batch
 from msa_jax.model.attention import Phase
 from msa_jax.model.block import KINDS
 from msa_jax.model.groups import path_names
-from msa_jax.train.loss import Losses, batch_totals, loss_fn, target_weights
+from msa_jax.train.loss import Losses, Totals, batch_totals, loss_fn, target_weights
 from msa_jax.train.optim import group_norms, square_sums
 from msa_jax.train.schedule import learning_rates
 from msa_jax.train.state import TrainState
@@ -24,7 +24,7 @@ from msa_jax.train.state import TrainState
 class Metrics(NamedTuple):
     """Of one step. Scalars by name:
 
-    loss, loss/lm, loss/kl, loss/kl/layer_2      nats a token; the layer's place in the model
+    loss, loss/lm, loss/kl, loss/kl/layer_2      nats a token (loss/lm as TrainConfig says); the layer's place in the model
     loss/source/plays, tokens/source/plays       nats a predicted token of one source, and how many there are
     tokens, tokens/text, tokens/visual           real tokens of the batch
     gradient_norm/trunk                          before clipping; also index, vision
@@ -57,7 +57,8 @@ def make_train_step(
     loss = functools.partial(loss_fn, graphdef=graphdef, phase=phase, kl_weight=experiment.train.kl_weight, num_sources=len(sources))
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        gradients, losses = accumulate_gradients(loss, state.params, batch, experiment.train.microbatches, merge)
+        totals = batch_totals(batch, experiment.train.loss_rows)
+        gradients, losses = accumulate_gradients(loss, state.params, batch, totals, experiment.train.microbatches, merge)
         updates, opt_state = tx.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         norms = group_norms(gradients)
@@ -79,13 +80,13 @@ def make_train_step(
 
 
 def accumulate_gradients(
-    loss: Callable[..., tuple[Array, Losses]], params: nnx.State, batch: Batch, microbatches: int, merge: int
+    loss: Callable[..., tuple[Array, Losses]], params: nnx.State, batch: Batch, totals: Totals, microbatches: int, merge: int
 ) -> tuple[nnx.State, Losses]:
     """Gradient and losses of `batch`, a microbatch after the other: the memory for activations is that of one.
 
-    Denominators are those of the whole batch, so the result does not depend on how it is cut.
+    Denominators (`totals`) are those of the whole batch, so the result does not depend on how it is cut.
     """
-    gradient = jax.grad(functools.partial(loss, totals=batch_totals(batch)), has_aux=True)
+    gradient = jax.grad(functools.partial(loss, totals=totals), has_aux=True)
     if microbatches == 1:
         return gradient(params, batch)
     parts = split_batch(batch, microbatches, merge)

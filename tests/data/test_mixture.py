@@ -147,6 +147,14 @@ def test_rows_before_a_step(rows: tuple[tuple[int, int], ...], step: int, expect
     assert rows_before(stream, step) == expected == sum(stream.rows_at(s) for s in range(step))
 
 
+def test_skipped_rows_are_those_of_an_earlier_run(data: DataConfig, model: ModelConfig, pack: Pack, mixture: Mixture) -> None:
+    streams = (dataclasses.replace(TEXT, skip_rows=6), dataclasses.replace(CAPTIONS, skip_rows=2))
+    later = Mixture(dataclasses.replace(data, streams=streams), model, pack, seed=0)
+    for step in range(3):
+        np.testing.assert_array_equal(later.batch(step)[0].tokens_BT[:2], mixture.batch(step + 3)[0].tokens_BT[:2])
+        np.testing.assert_array_equal(later.batch(step)[0].tokens_BT[2:], mixture.batch(step + 1)[0].tokens_BT[2:])
+
+
 def test_microbatches_own_their_rows_and_pictures(data: DataConfig, model: ModelConfig, pack: Pack, mixture: Mixture) -> None:
     streams = (dataclasses.replace(CAPTIONS, rows=((0, 3),)), dataclasses.replace(TEXT, rows=((0, 3),)))
     halves = Mixture(dataclasses.replace(data, streams=streams), model, pack, seed=0, microbatches=2)

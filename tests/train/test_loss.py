@@ -30,7 +30,7 @@ class FixedModel(nnx.Module):
     def __call__(self, batch: Batch, phase: str, *, kl: bool, kl_denominator: Any) -> ModelOutput:
         CALLS.append((phase, kl))
         kl_X = jnp.asarray([1.0, 3.0]) * self.scale[...] / kl_denominator if kl else jnp.zeros(2)
-        return ModelOutput(self.logits[...], kl_X.mean(), kl_X, None)
+        return ModelOutput(self.logits[...], kl_X.mean(), kl_X, None, None)
 
 
 CALLS: list[tuple[str, bool]] = []
@@ -93,6 +93,20 @@ def test_denominators_are_those_given() -> None:
     losses = run(totals=Totals(jnp.asarray(35.0), jnp.asarray(70.0)))[0][1]
     np.testing.assert_allclose(losses.lm, (nats() * WEIGHTS[:, :-1]).sum() / 35, rtol=1e-5)
     np.testing.assert_allclose(losses.kl, 2 / 70, rtol=1e-6)
+
+
+def test_with_loss_rows_a_token_weighs_the_same_whatever_else_is_in_the_batch() -> None:
+    """Gradients of row 0, alone and beside row 1."""
+    alone = BATCH._replace(**{name: value[:1] for name, value in BATCH._asdict().items() if value is not None})
+    gradients = {}
+    for loss_rows in (None, 5):
+        _, together = run(totals=batch_totals(BATCH, loss_rows))
+        _, diluted = run(totals=batch_totals(alone, loss_rows), batch=BATCH._replace(loss_weights_BT=WEIGHTS * [[1], [0]]))
+        gradients[loss_rows] = together["logits"][...][0], diluted["logits"][...][0]
+    np.testing.assert_array_equal(*gradients[5])
+    assert (np.abs(gradients[None][0]) < np.abs(gradients[None][1])).any(), "by the batch's own count it is diluted"
+    assert float(batch_totals(BATCH, 5).loss_weight) == 5 * T
+    assert float(batch_totals(BATCH, 5).tokens) == 7, "the index branch's loss is a mean over real tokens as ever"
 
 
 def test_weight_zero_switches_the_kl_off() -> None:

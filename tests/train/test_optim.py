@@ -123,6 +123,25 @@ def test_a_frozen_group_stays_in_the_state_and_stands_still() -> None:
     assert shapes[0] == shapes[1]
 
 
+def test_a_group_with_a_late_start_begins_there_as_if_it_were_its_first_step() -> None:
+    """Not even weight decay acts before, and afterwards the moments are those of a fresh Adam."""
+    late = GroupConfig(start_step=2, warmup_steps=0)
+    config = OptimConfig(learning_rate=0.1, warmup_steps=0, decay_fraction=0.0, vision=late)
+    tx, fresh = make_optimizer(config, 10, PARAMS), make_optimizer(PLAIN, 10, PARAMS)
+    update = jax.jit(tx.update)
+    state, moved = tx.init(PARAMS), []
+    for gradient in (5.0, -3.0, 1.0, 2.0):
+        updates, state = update(scaled(gradient), state, PARAMS)
+        moved.append(jax.device_get(updates))
+    assert not any(leaf.any() for leaf in jax.tree.leaves([updates["vision"] for updates in moved[:2]]))
+    assert all(leaf.all() for leaf in jax.tree.leaves([updates["layers"] for updates in moved])), "the others do not wait"
+    state = fresh.init(PARAMS)
+    for gradient, found in zip((1.0, 2.0), moved[2:], strict=True):
+        updates, state = jax.jit(fresh.update)(scaled(gradient), state, PARAMS)
+        for ours, theirs in zip(jax.tree.leaves(found["vision"]), jax.tree.leaves(updates["vision"]), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
 def test_a_model_without_a_group_is_fine() -> None:
     text_only = {name: PARAMS[name] for name in ("embedding", "layers")}
     assert set(step(PLAIN, scaled(1.0, text_only), text_only)) == {"embedding", "layers"}

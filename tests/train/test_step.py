@@ -111,7 +111,7 @@ def test_microbatches_equal_one_big_batch(experiment: Experiment) -> None:
 
     @functools.partial(jax.jit, static_argnums=1, compiler_options=QUICK)
     def gradients(params: Any, microbatches: int) -> Any:
-        return accumulate_gradients(loss, params, batch, microbatches, experiment.model.vision.merge)
+        return accumulate_gradients(loss, params, batch, batch_totals(batch), microbatches, experiment.model.vision.merge)
 
     whole, split = (jax.device_get(gradients(initial(experiment).params, parts)) for parts in (1, 2))
     for a, b in zip(whole[1], split[1], strict=True):
