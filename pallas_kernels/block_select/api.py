@@ -50,7 +50,8 @@ def block_select(
       ik_BSI: index keys, one head for all.
       block_size: keys a block (C).
       num_blocks: blocks kept (R).
-      local_blocks, init_blocks: always kept at the query's end and at the document's start.
+      local_blocks, init_blocks: always kept at the query's end and at the document's start. With local_blocks=0 the query's own
+        block competes like every other.
       scale: default I ** -0.5.
       segments: int [B, S], 0 = padding, documents 1..; None = one document.
       positions: int [B, S], position inside the document; None = counted from each segment's start.
@@ -59,7 +60,7 @@ def block_select(
 
     Returns:
       BlockSelection. ids: int32 [B, K, T, R], counted from the start of each document; valid ids first, the query's own block
-      last of them, then -1. A padding query has only -1. lse: float32 [B, K, T], natural log-sum-exp of s over the visible keys
+      (if kept) last of them, then -1. A padding query has only -1. lse: float32 [B, K, T], natural log-sum-exp of s over the visible keys
       of the kept blocks; -inf for a padding query. Both have zero gradient.
 
     Raises:
