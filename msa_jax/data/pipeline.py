@@ -56,7 +56,10 @@ class TrainBatches(Iterator[Batch]):
             raise StateError(f"not a saved data position: {state[:80]!r}") from error
         for name, value in {"format": STATE_FORMAT, **self._data}.items():
             if saved.get(name) != value:
-                raise StateError(f"the saved data position has {name} {saved.get(name)}, this run {value}; the order of rows would differ")
+                raise StateError(
+                    f"the saved data position has {name} {saved.get(name)}, this run {value}; the order of rows would differ. "
+                    f"Continue with the {name} that the run began with, or start anew in another --workdir"
+                )
         self._batches.set_state({"next_index": step})
         self.step, self.counts = step, counts
 

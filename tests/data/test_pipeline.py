@@ -82,7 +82,7 @@ def test_damaged_positions_are_refused(batches: TrainBatches, state: bytes, mess
 def test_positions_of_other_data_are_refused(batches: TrainBatches, name: str) -> None:
     state = json.loads(batches.get_state())
     state[name] = "other"
-    with pytest.raises(StateError, match=f"has {name} other"):
+    with pytest.raises(StateError, match=rf"has {name} other, this run .*Continue with the {name} .* or start anew"):
         batches.set_state(json.dumps(state).encode())
     assert batches.step == 0
 
