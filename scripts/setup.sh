@@ -21,6 +21,10 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && "$folder/bin/python" 
 if [ -z "$interpreter" ]; then interpreter="$(scripts/find_python.sh | sed -n 1p)"; fi
 echo "== Setting up $folder: $("$interpreter" --version) ($interpreter), extras $extras"
 if ! "$folder/bin/python" -c '' 2>/dev/null; then
+  if [ -n "$(ls -A "$folder" 2>/dev/null)" ] && [ ! -f "$folder/pyvenv.cfg" ]; then
+    echo "$folder is no virtual environment and not empty; remove it or name another folder" >&2
+    exit 1
+  fi
   rm -rf "$folder"
   "$interpreter" -m venv "$folder"
 fi

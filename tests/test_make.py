@@ -33,3 +33,12 @@ def test_a_run_folder_may_have_spaces() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     lines = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
     assert '--workdir "runs/my run"' in lines
+
+
+def test_a_folder_that_is_no_environment_is_never_removed(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    command = [str(ROOT / "scripts" / "setup.sh"), str(tmp_path), sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 1
+    assert f"{tmp_path} is no virtual environment and not empty" in done.stderr
+    assert (tmp_path / "thesis.tex").exists()
