@@ -9,7 +9,7 @@ import dataclasses
 import math
 
 from msa_jax.config_checks import require, require_above_zero, require_positive, require_within
-from msa_jax.config_model import KINDS, ModelConfig, MsaConfig, VisionConfig
+from msa_jax.config_model import KINDS, LayerKind, ModelConfig, MoeConfig, MsaConfig, VisionConfig
 from msa_jax.config_tree import (
     ConfigError,
     config_hash,
@@ -24,7 +24,7 @@ from msa_jax.config_tree import (
 )
 
 __all__ = [
-    "KINDS", "ConfigError", "DataConfig", "EvalConfig", "Experiment", "GroupConfig", "ModelConfig",
+    "KINDS", "ConfigError", "DataConfig", "EvalConfig", "Experiment", "GroupConfig", "LayerKind", "ModelConfig", "MoeConfig",
     "MsaConfig", "OptimConfig", "RewarmConfig", "StreamConfig", "TrainConfig", "VisionConfig", "config_hash", "difference",
     "flatten", "from_dict", "load", "load_module", "override", "parse_changes", "smoke", "to_dict",
 ]  # fmt: skip
@@ -206,7 +206,7 @@ class Experiment:
 
     def __post_init__(self) -> None:
         require(bool(self.name) and "/" not in self.name, f"Experiment: name={self.name!r}; it names a folder, so no '/' and not empty")
-        require(self.seed >= 0, f"Experiment {self.name!r}: seed={self.seed}; it must be >= 0")
+        require(0 <= self.seed < 2**32, f"Experiment {self.name!r}: seed={self.seed}; it must lie in [0, 2^32)")
         pictures = [stream.name for stream in self.data.streams if stream.kind == "captions"]
         require(
             self.model.vision is not None or not pictures,

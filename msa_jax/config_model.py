@@ -1,8 +1,10 @@
 """What a model is: attention, vision tower and decoder as frozen values, checked where they are made."""
 
 import dataclasses
+import math
+from typing import NamedTuple
 
-from msa_jax.config_checks import require, require_above_zero, require_positive
+from msa_jax.config_checks import require, require_above_zero, require_positive, require_within
 
 KINDS = {"D": "dense GQA", "M": "MiniMax Sparse Attention"}
 IMPLEMENTATIONS = ("auto", "reference", "xla", "mosaic_gpu", "triton")
@@ -104,6 +106,36 @@ class VisionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """Experts in place of the MLP. MiniMax-M3: 128 experts of width 3072, 4 a token, one shared expert, the first 3 layers dense."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_dim: int
+    shared_dim: int = 0  # width of the expert that sees every token; 0 = none
+    dense_layers: int = 0  # leading layers that keep an MLP of ModelConfig.mlp_dim
+    routed_scale: float = 1.0  # what the weights of a token's experts add up to
+    bias_rate: float = 1e-3  # what the selection bias of an expert moves by each step, towards equal loads; 0 = stands still
+
+    def __post_init__(self) -> None:
+        require_positive(self, "expert_dim")
+        require_within(self, 0, math.inf, "shared_dim", "dense_layers", "bias_rate")
+        require_above_zero(self, "routed_scale")
+        require(
+            2 <= self.experts_per_token <= self.num_experts,
+            f"MoeConfig: experts_per_token={self.experts_per_token} must lie in [2, num_experts={self.num_experts}]; weights add up to a "
+            "constant, so that with a single expert the router would never learn",
+        )
+
+
+class LayerKind(NamedTuple):
+    """What a layer is made of; layers of one kind have equal structure."""
+
+    attention: str  # a letter of KINDS
+    experts: bool  # a mixture of experts, or else an MLP
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder of `num_layers` blocks whose kinds follow `pattern`, tiled over depth ("M", "DMMM", ...)."""
 
@@ -117,6 +149,7 @@ class ModelConfig:
     dtype: str = "float32"  # compute; parameters are always float32 ("master weights")
     remat: bool = False
     vision: VisionConfig | None = None
+    moe: MoeConfig | None = None
 
     def __post_init__(self) -> None:
         require_positive(self, "vocab_size", "num_layers", "mlp_dim")
@@ -131,6 +164,11 @@ class ModelConfig:
             self.dtype in ("float32", "bfloat16"),
             f"ModelConfig: dtype={self.dtype!r}; choose float32 or bfloat16 (float16 would need a scaled loss)",
         )
+        require(
+            self.moe is None or self.moe.dense_layers < self.num_layers,
+            f"ModelConfig: moe.dense_layers={self.moe and self.moe.dense_layers} leaves none of num_layers={self.num_layers} to the "
+            "experts; lower it, or set moe=none",
+        )
 
     @property
     def d_model(self) -> int:
@@ -138,5 +176,11 @@ class ModelConfig:
 
     @property
     def layer_kinds(self) -> str:
-        """One letter a layer: the pattern tiled over depth."""
+        """One letter of KINDS a layer: the pattern tiled over depth."""
         return (self.pattern * self.num_layers)[: self.num_layers]
+
+    @property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """What every layer is made of, in order of depth."""
+        first_experts = self.num_layers if self.moe is None else self.moe.dense_layers
+        return tuple(LayerKind(letter, depth >= first_experts) for depth, letter in enumerate(self.layer_kinds))

@@ -8,6 +8,7 @@ Text and attention
   I  index width                             C  block size (keys a block)
   J  key blocks, ceil(S / C)                 R  blocks kept per query and KV head
   F  MLP width                               E  vocabulary entries
+  O  experts                                 Q  experts chosen for a token
 
 Vision
   V  packed patch sequences                  L  patches a packed sequence

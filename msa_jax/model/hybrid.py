@@ -10,13 +10,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from msa_jax.config import ModelConfig, MsaConfig
+from msa_jax.config import ModelConfig, MoeConfig, MsaConfig
 from msa_jax.data.batch import Batch
 from msa_jax.model.attention import Phase
 from msa_jax.model.block import KINDS, Block
 from msa_jax.model.init import rngs_by_name
 from msa_jax.model.norm import RMSNorm
-from msa_jax.model.stack import interleave, scan_modules, scan_plan, stack_modules, unstack_module
+from msa_jax.model.stack import interleave, scan_modules, scan_plan, stack_depths, stack_modules, unstack_module
 from msa_jax.model.vision import VisionTower
 
 
@@ -31,11 +31,13 @@ class ModelOutput(NamedTuple):
     logits_BTE: Float[Array, "B T E"]  # float32
     kl: Float[Array, ""]  # float32: mean of kl_X (the paper sums over layers)
     kl_X: Float[Array, "X"]  # float32: one entry a layer with an index branch, in order of depth
+    load_XO: Int[Array, "X O"] | None  # real tokens that chose each expert, a row a layer (0 without experts); None without any
     trace: ModelTrace | None
 
 
 class LayerOutput(NamedTuple):
     kl: Array
+    load_O: Array | None
     hidden_BTD: Array | None
     ids_BKTR: Array | None
 
@@ -66,13 +68,13 @@ class HybridTransformer(nnx.Module):
             VisionTower(config.vision, config.d_model, child("vision"), dtype=self.dtype, remat=config.remat) if config.vision else None
         )
         self.layers = nnx.List()
-        key, first = child("layers").params(), 0
-        for unit, repeats in scan_plan(config.layer_kinds):
-            depths = first + len(unit) * np.arange(repeats)
+        key = child("layers").params()
+        for (unit, _), places in zip(scan_plan(config.layers), stack_depths(config.layers), strict=True):
             self.layers.append(
-                nnx.List(stack_modules(functools.partial(Block, config, kind), key, depths + place) for place, kind in enumerate(unit))
+                nnx.List(
+                    stack_modules(functools.partial(Block, config, kind), key, depths) for kind, depths in zip(unit, places, strict=True)
+                )
             )
-            first += len(unit) * repeats
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
 
     def _vocabulary_table(self, rngs: nnx.Rngs) -> nnx.Param:
@@ -97,7 +99,7 @@ class HybridTransformer(nnx.Module):
         x_BTD = self.embed(batch)
         unit_pass = functools.partial(
             _unit_pass, segments=jnp.asarray(batch.segments_BT), positions=jnp.asarray(batch.positions_BT), phase=phase, kl=kl,
-            kl_denominator=kl_denominator, trace=trace,
+            kl_denominator=kl_denominator, trace=trace, moe=self.config.moe,
         )  # fmt: skip
         stages = []
         for unit in self.layers:
@@ -107,7 +109,8 @@ class HybridTransformer(nnx.Module):
         indexed = np.array([KINDS[kind].has_index for kind in self.config.layer_kinds])
         kl_X = layers.kl[indexed]
         mean_kl = kl_X.mean() if indexed.any() else jnp.zeros((), jnp.float32)
-        return ModelOutput(self.logits(x_BTD), mean_kl, kl_X, ModelTrace(layers.hidden_BTD, layers.ids_BKTR) if trace else None)
+        traced = ModelTrace(layers.hidden_BTD, layers.ids_BKTR) if trace else None
+        return ModelOutput(self.logits(x_BTD), mean_kl, kl_X, layers.load_O, traced)
 
     def embed(self, batch: Batch) -> Float[Array, "B T D"]:
         """Token embeddings, with visual tokens where batch.visual_index_BT points to one."""
@@ -127,22 +130,22 @@ class HybridTransformer(nnx.Module):
 
     def block(self, index: int) -> Block:
         """Layer `index` as a module of its own, whichever way layers are stored. Raises IndexError beyond the depth."""
-        first = 0
-        for unit, (letters, repeats) in zip(self.layers, scan_plan(self.config.layer_kinds), strict=True):
-            depth = index - first
-            if 0 <= depth < len(letters) * repeats:
-                return unstack_module(unit[depth % len(letters)], depth // len(letters))
-            first += len(letters) * repeats
+        for unit, places in zip(self.layers, stack_depths(self.config.layers), strict=True):
+            for stacked, depths in zip(unit, places, strict=True):
+                if index in depths:
+                    return unstack_module(stacked, int(np.flatnonzero(depths == index)[0]))
         raise IndexError(f"HybridTransformer.block({index}): the model has layers 0 .. {self.config.num_layers - 1}")
 
 
-def _unit_pass(unit: nnx.List, x_BTD: Array, *, trace: bool, **options) -> tuple[Array, list[LayerOutput]]:
+def _unit_pass(unit: nnx.List, x_BTD: Array, *, trace: bool, moe: MoeConfig | None, **options) -> tuple[Array, list[LayerOutput]]:
     """One pass through a unit of the pattern, with what each layer yields besides its output."""
     outputs = []
     for block in unit:
-        y_BTD, aux = block(x_BTD, return_selection=trace, **options)
+        y_BTD, aux, load_O = block(x_BTD, return_selection=trace, **options)
+        if moe is not None and load_O is None:
+            load_O = jnp.zeros(moe.num_experts, jnp.int32)
         ids_BKTR = _no_selection(x_BTD, block.attention.config) if trace and aux.ids is None else aux.ids
-        outputs.append(LayerOutput(aux.kl, x_BTD if trace else None, ids_BKTR))
+        outputs.append(LayerOutput(aux.kl, load_O, x_BTD if trace else None, ids_BKTR))
         x_BTD = y_BTD
     return x_BTD, outputs
 

@@ -7,7 +7,7 @@ dense and the sparse form of a layer share their main projections. Studies that 
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from flax import nnx
@@ -19,9 +19,12 @@ def rngs_by_name(rngs: nnx.Rngs) -> Callable[[str], nnx.Rngs]:
     return lambda name: nnx.Rngs(params=jax.random.fold_in(key, zlib.crc32(name.encode())))
 
 
-def fan_in_normal(scale: float = 1.0) -> nnx.Initializer:
-    """Truncated normal with standard deviation scale / sqrt(fan in): outputs have `scale` times the RMS of the inputs."""
-    return nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
+def fan_in_normal(scale: float = 1.0, *, batch_axes: Sequence[int] = ()) -> nnx.Initializer:
+    """Truncated normal with standard deviation scale / sqrt(fan in): outputs have `scale` times the RMS of the inputs.
+
+    Along `batch_axes` stand independent matrices.
+    """
+    return nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal", batch_axis=batch_axes)
 
 
 def residual_scale(num_layers: int) -> float:

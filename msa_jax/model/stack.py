@@ -6,28 +6,39 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 
 Module = TypeVar("Module", bound=nnx.Module)
 Carry = TypeVar("Carry")
+Kinds = TypeVar("Kinds", str, tuple)
 
 
 @functools.cache
-def scan_plan(kinds: str) -> tuple[tuple[str, int], ...]:
-    """Cuts the layers' letters into repeated units: the fewest blocks to trace, then the fewest scans, then long units first.
+def scan_plan(kinds: Kinds) -> tuple[tuple[Kinds, int], ...]:
+    """Cuts the layers' kinds into repeated units: the fewest blocks to trace, then the fewest scans, then long units first.
 
-    "DDDMMMM" -> (("D", 3), ("M", 4)); "DMMMDMMMDM" -> (("DMMM", 2), ("DM", 1)).
+    "DDDMMMM" -> (("D", 3), ("M", 4)); "DMMMDMMMDM" -> (("DMMM", 2), ("DM", 1)). A tuple of kinds is cut in the same way.
     """
     if not kinds:
         return ()
     plans = []
     for width in range(1, len(kinds) + 1):
         unit, repeats = kinds[:width], 1
-        while kinds.startswith(unit * (repeats + 1)):
+        while kinds[: width * (repeats + 1)] == unit * (repeats + 1):
             repeats += 1
         plans.append(((unit, repeats), *scan_plan(kinds[width * repeats :])))
     return min(plans, key=lambda plan: (sum(len(unit) for unit, _ in plan), len(plan), [-len(unit) for unit, _ in plan]))
+
+
+def stack_depths(kinds: Kinds) -> list[list[np.ndarray]]:
+    """Depths of the layers in every stacked module, by scan and by place in its unit: "DMDMD" -> [[0 2], [1 3]], [[4]]."""
+    depths, first = [], 0
+    for unit, repeats in scan_plan(kinds):
+        depths.append([first + place + len(unit) * np.arange(repeats) for place in range(len(unit))])
+        first += len(unit) * repeats
+    return depths
 
 
 def stack_modules(make: Callable[[nnx.Rngs], Module], key: jax.Array, layers: ArrayLike) -> Module:

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from msa_jax.config import KINDS as DESCRIBED_KINDS
-from msa_jax.config import ModelConfig, MsaConfig, VisionConfig
+from msa_jax.config import LayerKind, ModelConfig, MsaConfig, VisionConfig
 from msa_jax.data.batch import Batch, VisionBatch
 from msa_jax.model.block import KINDS, Block
 from msa_jax.model.groups import parameter_group
@@ -118,7 +118,7 @@ def test_scan_equals_the_layers_one_by_one(filled: Callable, text: Batch, assert
         block = model.block(i)
         assert type(block.attention) is KINDS[kind]
         assert_close(output.trace.hidden_XBTD[i], x)
-        x, aux = through(block, x, text.segments_BT, text.positions_BT)
+        x, aux, _ = through(block, x, text.segments_BT, text.positions_BT)
         if kind == "M":
             kl.append(float(aux.kl))
             np.testing.assert_array_equal(output.trace.ids_XBKTR[i], aux.ids)
@@ -140,7 +140,7 @@ def test_a_block_is_two_residual_steps(filled: Callable, text: Batch, assert_clo
         hidden = x + block.attention(block.attention_norm(x), segments)[0]
         return block(x, segments)[0], hidden + block.mlp(block.mlp_norm(hidden))
 
-    block = filled(lambda: Block(CONFIG, "D", nnx.Rngs(0)))
+    block = filled(lambda: Block(CONFIG, LayerKind("D", experts=False), nnx.Rngs(0)))
     assert_close(*both(block, np.random.default_rng(0).normal(size=(2, T, 32)).astype(np.float32), text.segments_BT))
 
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from msa_jax.model.init import fan_in_normal
-from msa_jax.model.stack import interleave, scan_modules, scan_plan, stack_modules, unstack_module
+from msa_jax.model.stack import interleave, scan_modules, scan_plan, stack_depths, stack_modules, unstack_module
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,7 @@ from msa_jax.model.stack import interleave, scan_modules, scan_plan, stack_modul
         ("DMMMDMMMDM", (("DMMM", 2), ("DM", 1))),
         ("DDMDDMDD", (("DDM", 2), ("D", 2))),
         ("DDD" + "M" * 57, (("D", 3), ("M", 57))),
+        (((0, "a"), (0, "b"), (0, "a"), (0, "b"), (1, "a")), ((((0, "a"), (0, "b")), 2), (((1, "a"),), 1))),
     ],
 )
 def test_plan(kinds: str, plan: tuple) -> None:
@@ -33,6 +34,11 @@ def test_plans_cover_every_pattern_in_order() -> None:
     for _ in range(100):
         kinds = "".join(rng.choice(list("DM"), rng.integers(1, 13)))
         assert "".join(unit * repeats for unit, repeats in scan_plan(kinds)) == kinds
+
+
+def test_depths_of_stacked_layers() -> None:
+    depths = [[[int(depth) for depth in place] for place in places] for places in stack_depths("DMDMD")]
+    assert depths == [[[0, 2], [1, 3]], [[4]]]
 
 
 def linear(rngs: nnx.Rngs) -> nnx.Linear:
