@@ -1,4 +1,4 @@
-"""Kernels tested without a GPU: lowered for an H200, run in the Mosaic simulator, compiled by ptxas; and how results are compared."""
+"""Kernels tested without a GPU: lowered for an H200, run in the Mosaic simulator, compiled by ptxas."""
 
 import contextlib
 import os
@@ -142,9 +142,3 @@ def compile_for_h200(f: Callable, *args: Any) -> Any:
 def pack(*documents: tuple[int, int]) -> jax.Array:
     """segments [1, S] of (segment, length) pairs."""
     return jnp.asarray(np.concatenate([np.full(length, segment) for segment, length in documents])[None], jnp.int32)
-
-
-def error_ratio(actual: jax.Array, expected: jax.Array) -> float:
-    """RMS(actual - expected) / RMS(expected) in float64; NaN anywhere is NaN."""
-    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
-    return float(np.sqrt(((actual - expected) ** 2).mean() / (expected**2).mean()))

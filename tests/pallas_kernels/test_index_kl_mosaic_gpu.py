@@ -9,14 +9,16 @@ import jax.numpy as jnp
 import mosaic_tools
 import numpy as np
 import pytest
-from mosaic_tools import error_ratio, needs_mosaic, needs_ptxas, pack
+from mosaic_tools import needs_mosaic, needs_ptxas, pack
 
+from pallas_kernels import testing
 from pallas_kernels.block_select.api import block_select
 from pallas_kernels.blocks import make_layout, support
 from pallas_kernels.index_kl import mosaic_gpu, tuning
 from pallas_kernels.index_kl.api import index_kl
 from pallas_kernels.index_kl.mosaic_gpu_student import kept_log_sum_exp
 from pallas_kernels.sparse_attention import reference as attention
+from pallas_kernels.testing import error_ratio
 
 LIMIT = 5e-3  # error ratio of value and of every gradient
 
@@ -104,10 +106,8 @@ def expected(case: Case) -> tuple:
 
 
 def assert_close(actual: tuple, case: Case) -> None:
-    for name, got, want in zip(("value", "diq", "dik"), actual, expected(case), strict=True):
-        ratio = error_ratio(got, want)
-        print(f"{name}: error ratio {ratio:.2e}")
-        assert ratio <= LIMIT, f"{name}: error ratio {ratio:.2e}"
+    names = "value", "diq", "dik"
+    testing.assert_close(dict(zip(names, actual, strict=True)), dict(zip(names, expected(case), strict=True)), LIMIT)
 
 
 @needs_mosaic

@@ -10,13 +10,14 @@ import mosaic_tools
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec, use_abstract_mesh
-from mosaic_tools import error_ratio, needs_mosaic, pack
+from mosaic_tools import needs_mosaic, pack
 
 from pallas_kernels.block_select.api import block_select
 from pallas_kernels.blocks import make_layout
 from pallas_kernels.index_kl import mosaic_gpu, mosaic_gpu_fused
 from pallas_kernels.index_kl.api import index_kl, sparse_attention_and_index_kl
 from pallas_kernels.sparse_attention.api import sparse_attention
+from pallas_kernels.testing import error_ratio
 
 LIMIT = 5e-3
 DOCUMENTS = ((1, 150), (0, 7), (2, 200), (3, 1), (4, 154))
