@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 
 from msa_jax import config, report
-from msa_jax.config import ConfigError
 from msa_jax.data.batch import BatchError
 from msa_jax.data.pack import Pack, PackError
 from msa_jax.data.pipeline import StateError, train_batches
+from msa_jax.data.tokenizer import TokenizerError
 from msa_jax.eval import suite
 from msa_jax.train.checkpoint import CheckpointError
 from msa_jax.train.guard import NonFiniteError
@@ -20,7 +20,7 @@ from msa_jax.train.loop import fit
 from msa_jax.train.records import NotLearned, check_learning
 from msa_jax.train.state import build
 from msa_jax.train.workdir import WorkdirError, open_workdir, provenance, record
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Unsupported, device_kind, implementations_used
 
 EXAMPLES = """examples:
   python train.py                                                  the CPU size of configs/native.py, into runs/native
@@ -29,7 +29,7 @@ EXAMPLES = """examples:
   python train.py --config configs/ablations/index_recipe.py --variant no_warmup --smoke
 
 The same command continues a run that was stopped; Ctrl-C saves first. Results: RUN/evaluation.jsonl, RUN/figures/*.png."""
-USER_ERRORS = (ConfigError, PackError, StateError, BatchError, WorkdirError, CheckpointError, dispatch.Unsupported, OSError)
+USER_ERRORS = (config.ConfigError, PackError, TokenizerError, StateError, BatchError, WorkdirError, CheckpointError, Unsupported, OSError)
 
 
 def main(arguments: list[str]) -> int:
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     try:
         train(parser.parse_args(arguments))
     except Interrupted as stopped:
-        print(f"{stopped}; continue with: {shlex.join(['python', 'train.py', *arguments])}", file=sys.stderr)
+        print(f"{stopped}; continue with: {shlex.join([sys.executable, __file__, *arguments])}", file=sys.stderr)
         return stopped.exit_code
     except KeyboardInterrupt:
         print("interrupted; the same command continues from the last checkpoint, if there is one", file=sys.stderr)
@@ -65,14 +65,15 @@ def train(options: argparse.Namespace) -> None:
         batches = train_batches(experiment.data, experiment.model, pack, experiment.seed, experiment.train.microbatches)
         stack.enter_context(contextlib.closing(batches))
         graphdef, tx = build(experiment)
-        facts = provenance(Path(__file__).parent) | {"device": dispatch.device_kind()}
-        stack.enter_context(open_workdir(folder, experiment, facts, force_new=options.force_new))
+        facts = provenance(Path(__file__).parent) | {"device": device_kind()}
         evaluators = suite.build(experiment, pack, graphdef, folder)
+        stack.enter_context(open_workdir(folder, experiment, facts, force_new=options.force_new))
         fit(experiment, graphdef, tx, batches, folder, evaluators=evaluators, sources=pack.sources)
-        record(folder, {"implementations": dispatch.implementations_used()})
+        if ran := implementations_used():  # nothing runs where a finished run is repeated
+            record(folder, {"implementations": ran})
         report.write(folder)
         if options.smoke:
-            print(f"smoke: {check_learning(folder)}")
+            print(f"smoke: {check_learning(folder)}" + ("" if options.workdir else "; its folder is gone (--workdir keeps it)"))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,7 +18,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from msa_jax.config import Experiment, load, override, smoke, to_dict
+from msa_jax.config import ConfigError, Experiment, load, override, smoke, to_dict
 from msa_jax.train.checkpoint import Checkpoints
 from msa_jax.train.guard import NonFiniteError
 from msa_jax.train.records import NotLearned
@@ -110,6 +112,25 @@ def test_a_missing_pack_says_which_command_builds_it(refused: Callable[..., str]
     assert not (tmp_path / "run").exists(), "nothing is left behind"
 
 
+def test_a_missing_tokenizer_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(TINY)
+    said = refused("--config", str(tmp_path / "tiny.py"), "--set", "data.tokenizer=bpe4097", "--workdir", str(tmp_path / "run"))
+    assert "no tokenizer 'bpe4097'" in said
+    assert "bpe4096" in said
+
+
+def test_a_run_that_cannot_be_evaluated_moves_no_other_aside(
+    refused: Callable[..., str], train_py: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "tiny.py").write_text(TINY)
+    with open_workdir(tmp_path / "run", load(tmp_path / "tiny.py"), {}) as folder:
+        (folder / "metrics.jsonl").write_text("{}")
+    monkeypatch.setattr(train_py.suite, "build", Mock(side_effect=ConfigError("eval.candidates=500 are too many")))
+    assert "too many" in refused("--config", str(tmp_path / "tiny.py"), "--workdir", str(tmp_path / "run"), "--force-new")
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run.old-1").exists()
+
+
 def test_a_run_folder_of_another_configuration(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(TINY)
     with open_workdir(tmp_path / "run", load(tmp_path / "tiny.py"), {}) as folder:
@@ -200,7 +221,8 @@ def test_a_signal_saves_says_how_to_continue_and_is_continued_to_the_bit(folder:
     process.send_signal(number)
     errors = process.communicate(timeout=120)[1]
     assert process.returncode == code, errors
-    assert f"continue with: python train.py --config {folder / 'tiny.py'} --workdir {stopped}" in errors
+    again = re.search("continue with: (.*)", errors)[1]
+    assert again == shlex.join([sys.executable, str(ROOT / "train.py"), "--config", str(folder / "tiny.py"), "--workdir", str(stopped)])
     assert "Traceback" not in errors
     saved = Checkpoints(stopped / "checkpoints").steps()[-1]
     assert f"interrupted at step {saved}, which is saved" in errors
@@ -216,6 +238,7 @@ def test_a_finished_run_can_be_repeated_and_force_new_keeps_it(folder: Path) -> 
     before = (workdir / "metrics.jsonl").read_bytes()
     finish(start(folder, "again"))
     assert (workdir / "metrics.jsonl").read_bytes() == before
+    assert "resumed_with" not in json.loads((workdir / "config.json").read_text()), "nothing was trained by other means"
     refusal = start(folder, "again", "--set", "train.steps=60")
     assert "train.steps: 400 there, 60 now" in refusal.communicate(timeout=120)[1]
     assert refusal.returncode == 2
@@ -223,7 +246,8 @@ def test_a_finished_run_can_be_repeated_and_force_new_keeps_it(folder: Path) -> 
     assert (folder / "again.old-1" / "metrics.jsonl").read_bytes() == before
     assert steps_written(workdir) == 60
     content = json.loads((workdir / "config.json").read_text())
-    assert content["implementations"] == {"block_select": "xla", "sparse_attention": "xla", "index_kl": "xla"}
+    ops = ("block_select", "sparse_attention", "index_kl", "sparse_attention_and_index_kl")
+    assert content["implementations"] == dict.fromkeys(ops, "xla")
     assert {"commit", "versions", "device"} <= set(content)
 
 
