@@ -112,13 +112,16 @@ class RewarmConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-    """AdamW under a WSD schedule: linear warm-up, stable, linear decay to `final_fraction` of the peak; `rewarms` may follow."""
+    """An optimiser under a WSD schedule: linear warm-up, stable, linear decay to `final_fraction` of the peak; `rewarms` may follow."""
 
     learning_rate: float = 3e-3
     warmup_steps: int = 50
     decay_fraction: float = 0.2  # of all steps, or of those before the first rewarm
     final_fraction: float = 0.1  # of learning_rate
     rewarms: tuple[RewarmConfig, ...] = ()
+    optimizer: str = "adamw"  # or "muon", whose updates have the size of AdamW's, so that rates and weight decay carry over
+    muon_beta: float = 0.95
+    ema_decay: float = 0.0  # of a moving average of the weights, which evaluation then uses; 0.999 is usual, 0 keeps none
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -128,7 +131,8 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         require_above_zero(self, "learning_rate", "eps")
-        require_within(self, 0, 1, "b1", "b2")
+        require_within(self, 0, 1, "b1", "b2", "muon_beta", "ema_decay")
+        require(self.optimizer in ("adamw", "muon"), f"OptimConfig.optimizer={self.optimizer!r}; choose adamw or muon")
         require(self.warmup_steps >= 0, f"OptimConfig.warmup_steps={self.warmup_steps}; it must be >= 0")
         for name in ("decay_fraction", "final_fraction"):
             value = getattr(self, name)
@@ -161,6 +165,7 @@ class TrainConfig:
     steps: int = 400
     index_warmup_steps: int = 40  # full attention and full-prefix KL before selection starts
     kl_weight: float = 1.0  # lambda of msa.md; the mean (not the sum) over MSA layers is weighted
+    z_loss_weight: float = 0.0  # of the squared log-sum-exp of the logits; 1e-4 is usual, 0 leaves it out
     loss_rows: int | None = None
     microbatches: int = 1
     checkpoint_every: int = 100
@@ -174,7 +179,7 @@ class TrainConfig:
             0 <= self.index_warmup_steps <= self.steps,
             f"TrainConfig: index_warmup_steps={self.index_warmup_steps} must lie in [0, steps={self.steps}]",
         )
-        require_within(self, 0, math.inf, "kl_weight")
+        require_within(self, 0, math.inf, "kl_weight", "z_loss_weight")
         require(self.evaluate_every >= 0, f"TrainConfig: evaluate_every={self.evaluate_every}; it must be >= 0")
         require(self.loss_rows is None or self.loss_rows >= 1, f"TrainConfig: loss_rows={self.loss_rows}; it must be >= 1, or none")
 

@@ -1,4 +1,4 @@
-"""Which parameter belongs to which learning-rate group, and which ones decay; read from the parameter's path."""
+"""Which parameter belongs to which learning-rate group, which ones decay, which are matrices; read from the parameter's path."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -27,3 +27,19 @@ def decays(path: Sequence[Any]) -> bool:
     Token embeddings do not decay either: a rare token has a gradient once in many steps and would fade in between.
     """
     return path_names(path)[-1] in ("kernel", "unembedding")
+
+
+def matrix_axes(path: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(input axes, output axes), counted from the last, of a matrix inside the network; None for every other parameter.
+
+    Axes before them hold independent matrices: layers, experts. The heads of a projection are one matrix together. What meets
+    the data or a discrete choice is left out: embeddings, the patch embedding and the router.
+    """
+    names = path_names(path)
+    if names[-1] != "kernel" or names[-2] in ("router", "patch_embedding"):
+        return None
+    if names[-2] == "out":  # [..., heads, head width, model]
+        return (-3, -2), (-1,)
+    if names[-2] == "linear" or names[-2] in "qkv":  # [..., model, heads, head width]
+        return (-3,), (-2, -1)
+    return (-2,), (-1,)

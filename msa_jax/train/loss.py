@@ -1,6 +1,7 @@
 """The training loss: next-token cross-entropy plus the index branch's KL, both divided by counts of the WHOLE batch.
 
     total = sum_t w_t nats_t / sum_t w_t + lambda * mean over MSA layers of L_KL                       (msa.md, section 2)
+            + z_loss_weight * sum_t w_t (log sum_e exp logit_te)^2 / sum_t w_t        (keeps logits near zero; arXiv 2204.02311)
 
 With TrainConfig.loss_rows a constant takes the place of sum_t w_t, so that a token weighs the same whatever else is in a batch.
 
@@ -29,11 +30,14 @@ class Totals(NamedTuple):
 class Losses(NamedTuple):
     """Shares of a (micro)batch in the loss, float32; those of all microbatches add up."""
 
+    total: Float[Array, ""]
     lm: Float[Array, ""]  # nats a predicted token, weighted; nats a token of the fixed number, where there is one
     kl: Float[Array, ""]  # nats a real token, mean over MSA layers
     kl_X: Float[Array, "X"]  # the same by MSA layer
     nats_by_source: Float[Array, "sources"]  # sums, not means
     weight_by_source: Float[Array, "sources"]
+    z: Float[Array, ""]  # squared log-sum-exp of a token's logits, weighted as lm; 0 where it has no weight
+    load_XO: Int[Array, "X O"] | None  # int32: real tokens that chose each expert, by layer; None without experts
 
 
 def target_weights(batch: Batch) -> Float[Array, "B T"]:
@@ -64,18 +68,28 @@ def loss_fn(
     phase: Phase,
     kl_weight: float,
     num_sources: int,
+    z_loss_weight: float = 0.0,
 ) -> tuple[Float[Array, ""], Losses]:
-    """(total, parts). With kl_weight=0 the KL is not computed and is exactly zero. A batch without weights has lm = 0."""
+    """(total, parts). What has weight 0 is not computed and is exactly zero. A batch without weights has lm = 0."""
     output = nnx.merge(graphdef, params)(batch, phase, kl=kl_weight > 0, kl_denominator=totals.tokens)
     weights_BT = target_weights(batch)
     weighted_BT = weights_BT * next_token_nats(output.logits_BTE, jnp.asarray(batch.tokens_BT))
     by_source = jax.nn.one_hot(jnp.asarray(batch.sources_BT), num_sources)  # source -1, padding, is all zeros
-    lm = weighted_BT.sum() / jnp.maximum(totals.loss_weight, jnp.finfo(jnp.float32).tiny)
+    loss_weight = jnp.maximum(totals.loss_weight, jnp.finfo(jnp.float32).tiny)
+    lm, z = weighted_BT.sum() / loss_weight, jnp.zeros((), jnp.float32)
+    if z_loss_weight:
+        z = (weights_BT * jnp.square(jax.nn.logsumexp(output.logits_BTE, axis=-1))).sum() / loss_weight
+    total = lm + kl_weight * output.kl
+    if z_loss_weight:
+        total = total + z_loss_weight * z
     parts = Losses(
+        total,
         lm,
         output.kl,
         output.kl_X,
         jnp.einsum("bt,bts->s", weighted_BT, by_source),
         jnp.einsum("bt,bts->s", weights_BT, by_source),
+        z,
+        output.load_XO,
     )
-    return lm + kl_weight * output.kl, parts
+    return total, parts

@@ -1,4 +1,7 @@
-"""One update: gradients over microbatches, AdamW by group, and what is worth knowing about it. Pure; compiled by the loop."""
+"""One update: gradients over microbatches, an optimiser by group, experts balanced, and what is worth knowing about it.
+
+Pure; compiled by the loop.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,6 +18,7 @@ from msa_jax.data.batch import Batch
 from msa_jax.model.attention import Phase
 from msa_jax.model.block import KINDS
 from msa_jax.model.groups import path_names
+from msa_jax.train.balance import balance_experts, imbalance
 from msa_jax.train.loss import Losses, Totals, batch_totals, loss_fn, target_weights
 from msa_jax.train.optim import group_norms, square_sums
 from msa_jax.train.schedule import learning_rates
@@ -27,6 +31,8 @@ class Metrics(NamedTuple):
     loss, loss/lm, loss/kl, loss/kl/layer_2      nats a token (loss/lm as TrainConfig says); the layer's place in the model
     loss/source/plays, tokens/source/plays       nats a predicted token of one source, and how many there are
     tokens, tokens/text, tokens/visual           real tokens of the batch
+    loss/z                                       squared log-sum-exp of the logits, where TrainConfig.z_loss_weight counts it
+    experts/imbalance/layer_2                    load of the busiest expert over the mean load, minus 1
     gradient_norm/trunk                          before clipping; also index, vision
     parameter_norm/trunk, lr/trunk               after the update, and the rate it used
     """
@@ -54,21 +60,28 @@ def make_train_step(
     kl_layers = [i for i, kind in enumerate(experiment.model.layer_kinds) if KINDS[kind].has_index]
     rates = learning_rates(experiment.optim, experiment.train.steps)
     merge = experiment.model.vision.merge if experiment.model.vision else 1
-    loss = functools.partial(loss_fn, graphdef=graphdef, phase=phase, kl_weight=experiment.train.kl_weight, num_sources=len(sources))
+    train = experiment.train
+    loss = functools.partial(
+        loss_fn, graphdef=graphdef, phase=phase, kl_weight=train.kl_weight, num_sources=len(sources), z_loss_weight=train.z_loss_weight
+    )
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        totals = batch_totals(batch, experiment.train.loss_rows)
-        gradients, losses = accumulate_gradients(loss, state.params, batch, totals, experiment.train.microbatches, merge)
+        totals = batch_totals(batch, train.loss_rows)
+        gradients, losses = accumulate_gradients(loss, state.params, batch, totals, train.microbatches, merge)
         updates, opt_state = tx.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        if losses.load_XO is not None:
+            params = balance_experts(params, losses.load_XO, experiment.model)
         norms = group_norms(gradients)
         scalars = {
-            "loss": losses.lm + experiment.train.kl_weight * losses.kl,
+            "loss": losses.total,
             "loss/lm": losses.lm,
             "loss/kl": losses.kl,
             **{f"loss/kl/layer_{i}": kl for i, kl in zip(kl_layers, losses.kl_X, strict=True)},
             **source_losses(losses, sources),
             **token_counts(batch, sources),
+            **({"loss/z": losses.z} if train.z_loss_weight else {}),
+            **({} if losses.load_XO is None else imbalance(losses.load_XO, experiment.model)),
             **{f"gradient_norm/{name}": norm for name, norm in norms.items()},
             **{f"parameter_norm/{name}": norm for name, norm in group_norms(params).items()},
             **{f"lr/{name}": jnp.asarray(rates[name](state.step), jnp.float32) for name in norms},

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import TypeCheckError, install_import_hook
 
 import msa_jax.model
-from msa_jax.config import ModelConfig, MsaConfig, VisionConfig
+from msa_jax.config import ModelConfig, MoeConfig, MsaConfig, VisionConfig
 from msa_jax.data.batch import Batch, VisionBatch
 
 ATTENTION = MsaConfig(d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, index_dim=12, block_size=4, num_blocks=3)
@@ -43,11 +43,13 @@ def batch() -> Batch:
 @pytest.mark.filterwarnings("ignore::beartype.roar.BeartypeDecorHintPep585DeprecationWarning")  # flax's own annotations
 @pytest.mark.parametrize("phase", ["sparse", "warmup"])
 def test_annotations_hold(hybrid: ModuleType, phase: str) -> None:
-    config = ModelConfig(ATTENTION, vocab_size=64, num_layers=3, pattern="DM", mlp_dim=48, vision=VISION, remat=True)
+    moe = MoeConfig(num_experts=5, experts_per_token=2, expert_dim=7, shared_dim=9, dense_layers=1)
+    config = ModelConfig(ATTENTION, vocab_size=64, num_layers=3, pattern="DM", mlp_dim=48, vision=VISION, remat=True, moe=moe)
     model = nnx.eval_shape(lambda: hybrid.HybridTransformer(config, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model)
     output = jax.eval_shape(lambda params: nnx.merge(graphdef, params)(batch(), phase, trace=True), params)
     assert output.logits_BTE.shape == (3, 20, 64)
+    assert output.load_XO.shape == (3, 5)
     assert output.trace.ids_XBKTR.shape == (3, 3, 2, 20, 3)
 
 

@@ -82,6 +82,20 @@ def test_weights_tokens_and_kl_by_hand() -> None:
     np.testing.assert_allclose(gradient["logits"][...], expected, atol=1e-6)
 
 
+def test_z_loss_by_hand() -> None:
+    """Its value and its gradient, weighted as the language loss; padding and the last column do not count."""
+    plain, (total, losses), gradient = run(), *run(z_loss_weight=0.1)
+    log_z = np.log(np.exp(LOGITS.astype(np.float64)).sum(-1))[:, :-1]
+    weights = WEIGHTS[:, :-1] / 3.5
+    np.testing.assert_allclose(losses.z, (weights * log_z**2).sum(), rtol=1e-5)
+    np.testing.assert_allclose(total, plain[0][0] + 0.1 * losses.z, rtol=1e-5)
+    np.testing.assert_array_equal(losses.total, total)
+    p = np.exp(LOGITS) / np.exp(LOGITS).sum(-1, keepdims=True)
+    expected = 0.1 * 2 * (weights * log_z)[..., None] * p[:, :-1]
+    np.testing.assert_allclose((gradient["logits"][...] - plain[1]["logits"][...])[:, :-1], expected, atol=1e-6)
+    assert plain[0][1].z == 0.0
+
+
 def test_sums_by_source_leave_padding_out() -> None:
     losses = run()[0][1]
     weighted = nats() * WEIGHTS[:, :-1]

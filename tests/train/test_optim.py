@@ -1,5 +1,6 @@
-"""AdamW by group, on trees small enough to follow by hand; the names are those of the real model."""
+"""Optimisers by group, on trees small enough to follow by hand; the names are those of the real model."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from msa_jax.config import Experiment, GroupConfig, OptimConfig
-from msa_jax.model.groups import decays, path_names
-from msa_jax.train.optim import group_labels, group_norms, make_optimizer
+from msa_jax.config import ConfigError, Experiment, GroupConfig, OptimConfig
+from msa_jax.model.groups import decays, matrix_axes, path_names
+from msa_jax.train.optim import group_labels, group_norms, make_optimizer, weight_average
 from msa_jax.train.state import abstract_model
 from msa_jax.train.step import parameter_names
 
@@ -153,3 +154,121 @@ def test_group_norms() -> None:
     assert {name: float(norm) for name, norm in norms.items()} == pytest.approx(
         {"trunk": np.sqrt(6 * 0.25 + 4 + 2), "index": 2.0, "vision": np.sqrt(6)}, rel=1e-6
     )
+
+
+# --- average of the weights -------------------------------------------------------------------------------------------
+
+
+def test_the_average_written_out() -> None:
+    """Beside unchanged updates; decay 0.25 holds from the third update on, (1 + n) / (10 + n) before."""
+    plain, averaged = (make_optimizer(dataclasses.replace(PLAIN, ema_decay=decay), 10, PARAMS) for decay in (0.0, 0.25))
+    update, states = jax.jit(averaged.update), (plain.init(PARAMS), averaged.init(PARAMS))
+    params, expected = PARAMS, PARAMS
+    for n in range(1, 5):
+        gradients = scaled(float(n))
+        theirs, states = plain.update(gradients, states[0], params), update(gradients, states[1], params)
+        for a, b in zip(jax.tree.leaves(theirs[0]), jax.tree.leaves(states[0]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+        params = optax.apply_updates(params, states[0])
+        decay = min(0.25, (1 + n) / (10 + n))
+        expected = jax.tree.map(lambda old, new, d=decay: d * old + (1 - d) * new, expected, params)
+        states = theirs[1], states[1]
+    for a, b in zip(jax.tree.leaves(weight_average(states[1])), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert weight_average(states[0]) is None
+
+
+# --- Muon -------------------------------------------------------------------------------------------------------------
+
+MUON = OptimConfig(
+    learning_rate=0.1, warmup_steps=0, decay_fraction=0.0, optimizer="muon", muon_beta=0.9,
+    trunk=GroupConfig(clip_norm=0.0), vision=GroupConfig(clip_norm=0.0),
+)  # fmt: skip
+RANDOM = np.random.default_rng(0)
+SHAPES = {  # layers, experts, model 6, heads 2 of width 4, MLP 10
+    "embedding": (5, 6),
+    "layers": {
+        "attention": {"main": {"q": {"linear": {"kernel": (3, 6, 2, 4)}, "norm": {"w": (3, 4)}}, "out": {"kernel": (3, 2, 4, 6)}}},
+        "mlp": {"experts": {"down": {"kernel": (3, 2, 10, 6)}}, "router": {"kernel": (3, 6, 2), "bias": (3, 2)}},
+    },
+    "vision": {"patch_embedding": {"kernel": (7, 6)}, "v": {"kernel": (3, 6, 2, 4), "bias": (3, 2, 4)}},
+}
+STACKED = jax.tree.map(
+    lambda shape: jnp.asarray(RANDOM.normal(size=shape), jnp.float32), SHAPES, is_leaf=lambda node: isinstance(node, tuple)
+)
+MATRICES = {  # how the stack of each is seen as matrices [.., in, out]
+    "layers.attention.main.q.linear.kernel": (3, 6, 8), "layers.attention.main.out.kernel": (3, 8, 6),
+    "layers.mlp.experts.down.kernel": (6, 10, 6), "vision.v.kernel": (3, 6, 8),
+}  # fmt: skip
+
+
+def named(tree: Any) -> dict[str, np.ndarray]:
+    return dict(zip(parameter_names(tree), map(np.asarray, jax.tree.leaves(tree)), strict=True))
+
+
+def newton_schulz(matrix: np.ndarray) -> np.ndarray:
+    """Five steps of the quintic iteration of Jordan (2024), in float64."""
+    x = matrix / np.linalg.norm(matrix)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+def test_muon_written_out_on_every_matrix_of_every_stack() -> None:
+    """Two updates with Nesterov momentum; each layer, expert and projection of all heads together is one matrix."""
+    tx = make_optimizer(MUON, 10, STACKED)
+    update, state = jax.jit(tx.update), tx.init(STACKED)
+    gradients = [jax.tree.map(lambda leaf, n=n: jnp.cos(leaf * n), STACKED) for n in (1, 2)]
+    first, state = update(gradients[0], state, STACKED)
+    second, _ = update(gradients[1], state, STACKED)
+    for name, shape in MATRICES.items():
+        weights, (g1, g2) = named(STACKED)[name], (named(gradient)[name].astype(np.float64) for gradient in gradients)
+        momentum = 0.9 * 0.1 * g1 + 0.1 * g2
+        for update_, direction in (
+            (first, 0.9 * (0.1 * g1) / (1 - 0.9**2) + 0.1 * g1 / (1 - 0.9)),
+            (second, 0.9 * momentum / (1 - 0.9**3) + 0.1 * g2 / (1 - 0.9**2)),
+        ):
+            orthogonal = np.stack([newton_schulz(matrix) for matrix in direction.reshape(shape)]).reshape(weights.shape)
+            expected = -0.1 * (0.2 * np.sqrt(max(shape[1:])) * orthogonal + 0.1 * weights)
+            np.testing.assert_allclose(named(update_)[name], expected, rtol=1e-3, atol=1e-5)
+
+
+def test_what_is_no_matrix_inside_the_network_stays_with_adam() -> None:
+    gradient = jax.tree.map(jnp.cos, STACKED)
+    muon, adamw = (named(step(config, gradient, STACKED)) for config in (MUON, dataclasses.replace(MUON, optimizer="adamw")))
+    same = {name for name in muon if np.array_equal(muon[name], adamw[name])}
+    assert same == set(muon) - set(MATRICES)
+    for name in MATRICES:  # of the size of Adam's: rates carry over
+        assert 0.5 < np.linalg.norm(muon[name]) / (0.2 * np.linalg.norm(adamw[name])) < 1.5
+
+
+def test_the_heads_of_the_model_are_seen(experiment: Experiment) -> None:
+    """Every matrix of the real model, by the sizes of its input and output."""
+    shapes = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(abstract_model(experiment.model)[1])[0]:
+        if axes := matrix_axes(path):
+            shapes[".".join(path_names(path))] = tuple(int(np.prod([leaf.shape[axis] for axis in side])) for side in axes)
+    layer = {name.removeprefix("layers.0.0."): shape for name, shape in shapes.items() if name.startswith("layers")}
+    assert layer == {
+        "attention.main.q.linear.kernel": (32, 32), "attention.main.k.linear.kernel": (32, 16), "attention.main.v.linear.kernel": (32, 16),
+        "attention.main.out.kernel": (32, 32), "attention.index.q.linear.kernel": (32, 16), "attention.index.k.linear.kernel": (32, 8),
+        "mlp.gate.kernel": (32, 48), "mlp.up.kernel": (32, 48), "mlp.down.kernel": (48, 32),
+    }  # fmt: skip
+    assert shapes["vision.layers.out.kernel"] == shapes["vision.layers.q.kernel"] == (16, 16)
+    assert shapes["vision.merge_projector.up.kernel"] == (128, 32)
+    assert not {"embedding", "vision.patch_embedding.kernel"} & set(shapes)
+
+
+def test_muon_takes_clip_warmup_and_groups_like_adamw() -> None:
+    frozen = dataclasses.replace(MUON, vision=GroupConfig(learning_rate_scale=0.0), trunk=GroupConfig(weight_decay=0.0, clip_norm=1.0))
+    gradient = jax.tree.map(jnp.cos, STACKED)
+    small, large = (step(frozen, jax.tree.map(lambda leaf: factor * leaf, gradient), STACKED) for factor in (1.0, 1e3))
+    assert not any(leaf.any() for leaf in jax.tree.leaves(small["vision"]))
+    for a, b in zip(jax.tree.leaves(small), jax.tree.leaves(large), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"OptimConfig\.optimizer='sgd'; choose adamw or muon"):
+        OptimConfig(optimizer="sgd")

@@ -114,7 +114,7 @@ def test_microbatches_equal_one_big_batch(experiment: Experiment) -> None:
         return accumulate_gradients(loss, params, batch, batch_totals(batch), microbatches, experiment.model.vision.merge)
 
     whole, split = (jax.device_get(gradients(initial(experiment).params, parts)) for parts in (1, 2))
-    for a, b in zip(whole[1], split[1], strict=True):
+    for a, b in zip(jax.tree.leaves(whole[1]), jax.tree.leaves(split[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
     for name, a, b in zip(parameter_names(whole[0]), jax.tree.leaves(whole[0]), jax.tree.leaves(split[0]), strict=True):
         error = np.sqrt(np.mean((a - b) ** 2) / np.mean(a**2))

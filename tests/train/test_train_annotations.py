@@ -12,9 +12,9 @@ from jaxtyping import TypeCheckError, install_import_hook
 from tiny_experiment import SOURCES, make_batch
 
 import msa_jax.train
-from msa_jax.config import Experiment, override
+from msa_jax.config import Experiment, MoeConfig, override
 
-CHECKED = ("loss", "optim", "schedule", "step")
+CHECKED = ("balance", "loss", "optim", "schedule", "step")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,10 @@ def checked() -> Iterator[SimpleNamespace]:
 
 @pytest.mark.filterwarnings("ignore::beartype.roar.BeartypeDecorHintPep585DeprecationWarning")  # flax's own annotations
 def test_annotations_hold(checked: SimpleNamespace, experiment: Experiment) -> None:
-    halves = override(experiment, {"train.microbatches": 2})
+    moe = MoeConfig(num_experts=5, experts_per_token=2, expert_dim=7)
+    halves = override(experiment, {
+        "train.microbatches": 2, "train.z_loss_weight": 0.1, "model.moe": moe, "optim.optimizer": "muon", "optim.ema_decay": 0.9,
+    })  # fmt: skip
     state_module = importlib.import_module("msa_jax.train.state")
     graphdef, params = state_module.abstract_model(halves.model)
     tx = checked.optim.make_optimizer(halves.optim, halves.train.steps, params)
