@@ -17,7 +17,7 @@ from msa_jax.train.guard import check_finite
 from msa_jax.train.interrupt import Interrupted, InterruptWatch
 from msa_jax.train.progress import Progress
 from msa_jax.train.records import Records
-from msa_jax.train.state import TrainState, init_state
+from msa_jax.train.state import TrainState, for_evaluation, init_state
 from msa_jax.train.step import Metrics, TrainStep, make_train_step, parameter_names, phase_at
 
 
@@ -114,7 +114,7 @@ def evaluate(
         if watch.received:
             return False
         progress.say(f"step {step}: evaluating {evaluator.name}")
-        values += evaluator.run(state)
+        values += evaluator.run(for_evaluation(state))
     records.write_evaluation(step, values)
     return True
 

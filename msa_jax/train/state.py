@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, Key
 
 from msa_jax.config import Experiment, ModelConfig
 from msa_jax.model.hybrid import HybridTransformer
-from msa_jax.train.optim import make_optimizer
+from msa_jax.train.optim import make_optimizer, weight_average
 
 
 @jax.tree_util.register_dataclass
@@ -40,3 +40,9 @@ def init_state(experiment: Experiment, tx: optax.GradientTransformation) -> Trai
     params = nnx.state(HybridTransformer(experiment.model, rngs=nnx.Rngs(experiment.seed)), nnx.Param)
     key = jax.random.fold_in(jax.random.key(experiment.seed), 1)
     return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), key)
+
+
+def for_evaluation(state: TrainState) -> TrainState:
+    """`state` with the moving average of its parameters in their place, where OptimConfig.ema_decay keeps one."""
+    average = weight_average(state.opt_state)
+    return state if average is None else dataclasses.replace(state, params=average)

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from tiny_experiment import SOURCES, Batches, changed
 
-from msa_jax.config import Experiment
+from msa_jax.config import Experiment, MoeConfig
 from msa_jax.data.batch import Batch
 from msa_jax.train import loop
 from msa_jax.train.checkpoint import Checkpoints
 from msa_jax.train.guard import NonFiniteError
 from msa_jax.train.interrupt import Interrupted
 from msa_jax.train.loop import fit, is_due
+from msa_jax.train.optim import weight_average
 from msa_jax.train.state import TrainState, build
 
 
@@ -125,6 +126,32 @@ def test_ctrl_c_saves_where_it_is_and_continues_to_the_bit(
     assert signal.getsignal(signal.SIGINT) is before
     assert Checkpoints(tmp_path / "checkpoints").steps() == [2]
     assert_same(uninterrupted, tmp_path, train(text_experiment, tmp_path))
+
+
+def test_experts_muon_and_the_average_continue_to_the_bit(text_experiment: Experiment, tmp_path: Path) -> None:
+    """And evaluation sees the average of the weights, before and after."""
+    moe = MoeConfig(num_experts=4, experts_per_token=2, expert_dim=8, dense_layers=1)
+    experiment = changed(
+        text_experiment, model__moe=moe, model__pattern="D", optim__optimizer="muon", optim__ema_decay=0.9, train__z_loss_weight=1e-3
+    )
+    seen: list[list[np.ndarray]] = []
+
+    class Witness(Counter):
+        def run(self, state: TrainState) -> Iterable[tuple[str, float]]:
+            seen.append(jax.device_get(jax.tree.leaves(state.params)))
+            return super().run(state)
+
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    state = train(experiment, whole, evaluators=[Witness()])
+    with pytest.raises(Crash):
+        train(experiment, halves, FaultyBatches(experiment, 7, crash))
+    assert_same((whole, state), halves, train(experiment, halves, evaluators=[Witness()]))
+    average = jax.device_get(jax.tree.leaves(weight_average(state.opt_state)))
+    for ours, ends, theirs in zip(*seen, average, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(ends, theirs)
+    assert all((a != b).any() for a, b in zip(average, jax.tree.leaves(state.params), strict=True))
+    assert curve(whole, "loss/z")[0][1] > 0
 
 
 def test_a_finished_run_is_left_as_it_is(text_experiment: Experiment, uninterrupted: tuple[Path, TrainState]) -> None:
