@@ -44,6 +44,7 @@ def require_sizes(op: str, **arrays: jax.Array) -> dict[str, int]:
     sizes: dict[str, tuple[int, str]] = {}
     for name, array in arrays.items():
         for letter, size in zip(name.rpartition("_")[2], array.shape, strict=True):
+            require(size >= 1, f"{op}: {letter}=0 in {name} of shape {array.shape}; every axis needs at least one entry")
             known, where = sizes.setdefault(letter, (size, name))
             require(known == size, f"{op}: {letter}={known} in {where} but {letter}={size} in {name}; they must be equal")
     return {letter: size for letter, (size, _) in sizes.items()}

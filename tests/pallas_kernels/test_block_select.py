@@ -229,6 +229,7 @@ def test_memory_is_that_of_a_chunk() -> None:
         ({"ik_BSI": jnp.ones((1, 8, 3))}, r"I=2 in iq_BTKI but I=3 in ik_BSI"),
         ({"ik_BSI": jnp.ones((1, 7, 2))}, r"T=8 queries with S=7 keys; T must lie in 1\.\.S"),
         ({"ik_BSI": jnp.ones((8, 2))}, r"ik_BSI has shape \(8, 2\); it must be \[B, S, I\]"),
+        ({"iq_BTKI": jnp.ones((0, 8, 1, 2)), "ik_BSI": jnp.ones((0, 8, 2))}, r"B=0 in iq_BTKI of shape .*; every axis needs at least one"),
         ({"ik_BSI": jnp.ones((1, 8, 2), int)}, r"ik_BSI has dtype int32; it must be a floating type"),
         ({"implementation": "fast"}, r"implementation='fast'; choose one of auto, reference, xla, mosaic_gpu, triton"),
     ],

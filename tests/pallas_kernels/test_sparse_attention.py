@@ -249,6 +249,7 @@ def test_one_program_serves_every_layout_of_a_shape() -> None:
         ({"ids_BKTR": jnp.zeros((1, 1, 8, 2), int)}, r"K=2 in k_BSKH but K=1 in ids_BKTR"),
         ({"ids_BKTR": jnp.zeros((1, 2, 7, 2), int)}, r"T=8 in q_BTNH but T=7 in ids_BKTR"),
         ({"ids_BKTR": jnp.zeros((1, 2, 8, 2))}, r"ids_BKTR has dtype float32; block ids are integers"),
+        ({"ids_BKTR": jnp.zeros((1, 2, 8, 0), int)}, r"R=0 in ids_BKTR of shape \(1, 2, 8, 0\); every axis needs at least one"),
         ({"v_BSKH": jnp.ones((1, 7, 2, 4))}, r"v_BSKH has shape \(1, 7, 2, 4\).*with \[B, S, K\] = \(1, 8, 2\)"),
         ({"v_BSKH": jnp.ones((1, 8, 4))}, r"v_BSKH has shape \(1, 8, 4\); it must be \[B, S, K, any width\]"),
         ({"k_BSKH": jnp.ones((1, 8, 2, 5))}, r"H=4 in q_BTNH but H=5 in k_BSKH"),
