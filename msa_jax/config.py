@@ -71,7 +71,9 @@ class DataConfig:
         require(self.prefetch >= 0, f"DataConfig: prefetch={self.prefetch}; it must be >= 0")
         names = [stream.name for stream in self.streams]
         require(len(names) == len(set(names)) and bool(names), f"DataConfig: streams={names}; name at least one, each once")
-        require(self.rows_at(0) >= 1, "DataConfig: no stream has rows at step 0; the first batch would be empty")
+        require(self.sequence_length >= 8, f"DataConfig.sequence_length={self.sequence_length}; evaluation cuts rows into eighths, so >= 8")
+        for start in sorted({start for stream in self.streams for start, _ in stream.rows}):
+            require(self.rows_at(start) >= 1, f"DataConfig: no stream has rows at step {start}; a batch would be empty")
 
     def rows_at(self, step: int) -> int:
         return sum(stream.rows_at(step) for stream in self.streams)
