@@ -35,6 +35,20 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
     return dict(counts)
 
 
+def active_parameters(config: ModelConfig) -> int:
+    """Parameters that one text token is multiplied by: of the routed experts those it chooses, and neither embeddings nor vision."""
+    return round(sum(
+        leaf.size * active_share(config, path)
+        for path, leaf in parameter_shapes(config).items()
+        if parameter_group(path) != "vision" and path[0] not in ("embedding", "unembedding")
+    ))  # fmt: skip
+
+
+def active_share(config: ModelConfig, path: tuple[str, ...]) -> float:
+    """Which part of a parameter a token meets: experts_per_token / num_experts of routed experts, all of everything else."""
+    return config.moe.experts_per_token / config.moe.num_experts if "experts" in path else 1.0
+
+
 def attention_flops(config: MsaConfig, kind: str, length: int, *, training: bool = False) -> float:
     """FLOPs of one layer's attention over a sequence of `length` tokens, projections left out.
 
@@ -51,7 +65,7 @@ def attention_flops(config: MsaConfig, kind: str, length: int, *, training: bool
 
 
 def flops_per_token(config: ModelConfig, length: int, *, training: bool = False) -> float:
-    """FLOPs of one token of the decoder in a sequence of `length`: projections, MLPs, attention and logits.
+    """FLOPs of one token of the decoder in a sequence of `length`: projections, MLPs or the chosen experts, attention, logits.
 
     Training counts forward and backward without rematerialisation. The vision tower is left out: see `flops_per_visual_token`.
     """
@@ -61,7 +75,7 @@ def flops_per_token(config: ModelConfig, length: int, *, training: bool = False)
         if path[-1] == "kernel" and group != "vision":
             # stop_gradient(x) spares the index projections the gradient of their input
             stopped = group == "index" and config.attention.index_stop_gradient
-            flops += 2 * leaf.size * ((2 if stopped else 3) if training else 1)
+            flops += 2 * leaf.size * active_share(config, path) * ((2 if stopped else 3) if training else 1)
     for kind in config.layer_kinds:
         flops += attention_flops(config.attention, kind, length, training=training) / length
     return flops

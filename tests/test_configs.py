@@ -61,6 +61,8 @@ def test_a_smoke_run_keeps_what_the_config_is_about(path: Path, variant: str | N
     assert set(small.model.layer_kinds) == set(full.model.layer_kinds)
     assert (small.model.vision is None) == (full.model.vision is None)
     assert [stream.kind for stream in small.data.streams] == [stream.kind for stream in full.data.streams]
+    assert {kind.experts for kind in small.model.layers} == {kind.experts for kind in full.model.layers}
+    assert small.optim.optimizer == full.optim.optimizer
     assert (small.train.index_warmup_steps > 0) == (full.train.index_warmup_steps > 0)
     assert small.train.kl_weight == full.train.kl_weight
     assert small.model.attention.index_stop_gradient == full.model.attention.index_stop_gradient

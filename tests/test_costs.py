@@ -1,14 +1,16 @@
 """Costs against the published ratios, against parameters that exist, and against XLA's own count."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from msa_jax.config import ModelConfig, MsaConfig, VisionConfig
+from msa_jax.config import ModelConfig, MoeConfig, MsaConfig, VisionConfig, load
 from msa_jax.costs import (
+    active_parameters,
     attention_flops,
     cache_bytes_per_token,
     flops_per_token,
@@ -20,6 +22,7 @@ from msa_jax.data.batch import Batch, VisionBatch
 from msa_jax.model.hybrid import HybridTransformer
 from msa_jax.model.vision import VisionTower
 
+ROOT = Path(__file__).resolve().parents[1]
 M3 = MsaConfig(d_model=6144, num_heads=64, num_kv_heads=4, head_dim=128, rotary_dim=64)
 SMALL = MsaConfig(d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, index_dim=16, block_size=4, num_blocks=2)
 
@@ -68,6 +71,31 @@ def test_parameter_counts_by_hand() -> None:
     assert counts["vision"] == 48 * 16 + 2 * 16 + 2 * encoder_layer + projector
     assert parameter_counts(dataclasses.replace(config, tie_embeddings=False))["trunk"] - counts["trunk"] == 96 * 64
     assert "vision" not in parameter_counts(dataclasses.replace(config, vision=None))
+
+
+def test_experts_by_hand() -> None:
+    """Total, and what a token meets: 2 of 5 experts, and neither the tables of the vocabulary nor the vision tower."""
+    moe = MoeConfig(num_experts=5, experts_per_token=2, expert_dim=24, shared_dim=16, dense_layers=1)
+    config = ModelConfig(SMALL, vocab_size=96, num_layers=3, pattern="D", mlp_dim=32, tie_embeddings=False, vision=VisionConfig(), moe=moe)
+    attention, tables = 64 * 16 * (4 + 2 + 2 + 4) + 2 * 16 + 2 * 64, 2 * 96 * 64
+    mlp, expert, shared, router = 3 * 64 * 32, 3 * 64 * 24, 3 * 64 * 16, 64 * 5 + 5
+    layers = 3 * attention + mlp + 2 * (shared + router) + 64
+    assert parameter_counts(config)["trunk"] == tables + layers + 2 * 5 * expert
+    assert active_parameters(config) == layers + 2 * 2 * expert
+    kernels = 3 * (attention - 2 * 16 - 2 * 64) + mlp + 2 * (shared + 64 * 5 + 2 * expert) + 96 * 64
+    assert flops_per_token(config, 1) == 2 * kernels + 3 * attention_flops(SMALL, "D", 1)
+
+
+@pytest.mark.parametrize(("name", "total", "active", "slack"), [("m3", 428e9, 23e9, 0.03), ("paper_109b", 109e9, 6e9, 0.1)])
+def test_published_parameter_counts(name: str, total: float, active: float, slack: float) -> None:
+    """Totals to half a percent. What a token meets is published as a whole number of billions: 23.5 and 6.6 by our count, which
+    for the paper's model cannot come closer: its total alone fixes the width of its experts."""
+    config = load(ROOT / "configs" / f"{name}.py").model
+    counts = parameter_counts(config)
+    assert sum(counts.values()) == pytest.approx(total, rel=0.005)
+    assert active_parameters(config) == pytest.approx(active, rel=slack)
+    dense = active_parameters(dataclasses.replace(config, moe=dataclasses.replace(config.moe, experts_per_token=128)))
+    assert dense == pytest.approx(sum(counts.values()) - counts["vision"] - 2 * config.vocab_size * config.d_model, rel=1e-12)
 
 
 def test_a_large_model_is_described_without_memory() -> None:
