@@ -8,28 +8,20 @@ import tempfile
 from pathlib import Path
 
 from msa_jax import config, report
-from msa_jax.data.batch import BatchError
-from msa_jax.data.pack import Pack, PackError
-from msa_jax.data.pipeline import StateError, train_batches
-from msa_jax.data.tokenizer import TokenizerError
-from msa_jax.eval import suite
-from msa_jax.train.checkpoint import CheckpointError
+from msa_jax.launch import USER_ERRORS, launch, parse_seeds
 from msa_jax.train.guard import NonFiniteError
 from msa_jax.train.interrupt import Interrupted
-from msa_jax.train.loop import fit
 from msa_jax.train.records import NotLearned, check_learning
-from msa_jax.train.state import build
-from msa_jax.train.workdir import WorkdirError, open_workdir, provenance, record
-from pallas_kernels.dispatch import Unsupported, device_kind, implementations_used
+from msa_jax.train.tokens import TokenCountError
 
 EXAMPLES = """examples:
   python train.py                                                  the CPU size of configs/native.py, into runs/native
   python train.py --config configs/native.py --variant s           a larger size of it, into runs/native-s
   python train.py --set optim.learning_rate=1e-3 --workdir runs/x  change any value; repeat --set for more
   python train.py --config configs/ablations/index_recipe.py --variant no_warmup --smoke
+  python train.py --variant s --seeds 0..7                         eight seeds in one program, into runs/native-s/seed_0, ...
 
 The same command continues a run that was stopped; Ctrl-C saves first. Results: RUN/evaluation.jsonl, RUN/figures/*.png."""
-USER_ERRORS = (config.ConfigError, PackError, TokenizerError, StateError, BatchError, WorkdirError, CheckpointError, Unsupported, OSError)
 
 
 def main(arguments: list[str]) -> int:
@@ -38,6 +30,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--variant", metavar="NAME", help="one of the file's variants(): a dictionary of differences")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change one value by its dotted path")
     parser.add_argument("--workdir", type=Path, metavar="RUN", help="run folder (runs/ and the experiment's name)")
+    parser.add_argument("--seeds", metavar="A..B", help="train these seeds side by side, each into RUN/seed_N; 0..7 or 0,3,5")
     parser.add_argument("--force-new", action="store_true", help="move a run that is in the folder aside and start anew")
     parser.add_argument("--smoke", action="store_true", help="under a minute on a CPU, made-up data; fails unless the loss fell")
     try:
@@ -48,7 +41,7 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command continues from the last checkpoint, if there is one", file=sys.stderr)
         return 130
-    except (NonFiniteError, NotLearned, *USER_ERRORS) as error:
+    except (NonFiniteError, NotLearned, TokenCountError, *USER_ERRORS) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, USER_ERRORS) else 1
     return 0
@@ -61,19 +54,13 @@ def train(options: argparse.Namespace) -> None:
         if options.smoke:
             experiment = config.smoke(experiment)
             folder = options.workdir or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "smoke"
-        pack = Pack.open(experiment.data.pack, experiment.seed)
-        batches = train_batches(experiment.data, experiment.model, pack, experiment.seed, experiment.train.microbatches)
-        stack.enter_context(contextlib.closing(batches))
-        graphdef, tx = build(experiment)
-        facts = provenance(Path(__file__).parent) | {"device": device_kind()}
-        evaluators = suite.build(experiment, pack, graphdef, folder)
-        stack.enter_context(open_workdir(folder, experiment, facts, force_new=options.force_new))
-        fit(experiment, graphdef, tx, batches, folder, evaluators=evaluators, sources=pack.sources)
-        if ran := implementations_used():  # nothing runs where a finished run is repeated
-            record(folder, {"implementations": ran})
-        report.write(folder)
+        seeds = parse_seeds(options.seeds) if options.seeds is not None else None
+        folders = {seed: folder / f"seed_{seed}" for seed in seeds} if seeds else {experiment.seed: folder}
+        launch(experiment, folders, force_new=options.force_new)
+        report.write(*folders.values())
         if options.smoke:
-            print(f"smoke: {check_learning(folder)}" + ("" if options.workdir else "; its folder is gone (--workdir keeps it)"))
+            for run in folders.values():
+                print(f"smoke: {check_learning(run)}" + ("" if options.workdir else "; its folder is gone (--workdir keeps it)"))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ ALLOWED = {
         "msa_jax.train.checkpoint",
     ),
     "msa_jax.report": (),
+    "msa_jax.launch": ("msa_jax.config", "msa_jax.data", "msa_jax.eval", "msa_jax.train", "pallas_kernels"),
+    "msa_jax.sweep": ("msa_jax.config", "msa_jax.launch", "msa_jax.report", "msa_jax.train"),
     "msa_jax.infer": ("msa_jax.config", "msa_jax.data.batch", "msa_jax.model"),
     "msa_jax.costs": ("msa_jax.config", "msa_jax.model"),
     "configs": ("msa_jax.config",),

@@ -12,7 +12,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from flax import nnx
 
-from msa_jax.model.groups import path_names
+from msa_jax.model.groups import parameter_group, path_names
 from msa_jax.train.state import TrainState
 
 FORMAT_VERSION = 1
@@ -93,14 +93,24 @@ class Checkpoints:
         path, metadata = self._open(step)
         abstract_training = jax.eval_shape(_training, abstract)
         trees = self._load(path, metadata, {PARAMS: abstract.params, TRAINING: abstract_training})
-        training = trees[TRAINING]
-        state = TrainState(training["step"], trees[PARAMS], training["opt_state"], jax.random.wrap_key_data(training["key"]))
-        return state, metadata.custom_metadata["data"].encode()
+        return _train_state(trees), metadata.custom_metadata["data"].encode()
 
     def restore_params(self, abstract_params: nnx.State, step: int | None = None) -> nnx.State:
         """Only the parameters, as evaluation and generation need them. Raises as `restore`."""
         path, metadata = self._open(step)
         return self._load(path, metadata, {PARAMS: abstract_params})[PARAMS]
+
+    def restore_groups(self, state: TrainState) -> TrainState:
+        """`state` with all that the latest checkpoint holds, step included.
+
+        A parameter group that the checkpoint lacks altogether, as a text model lacks a vision tower, stays as it is in `state`,
+        and so does its part of the optimiser's state. Raises as `restore` for any other difference.
+        """
+        path, metadata = self._open(None)
+        groups = {parameter_group(name.split(".")) for name in named_arrays(state.params)}
+        absent = groups - {parameter_group(name.split(".")) for name in metadata.metadata[PARAMS]}
+        trees = self._load(path, metadata, {PARAMS: state.params, TRAINING: _training(state)}, absent)
+        return _train_state(trees)
 
     def _open(self, step: int | None) -> tuple[Path, ocp.CheckpointMetadata]:
         steps = self.steps()
@@ -119,12 +129,20 @@ class Checkpoints:
             )
         return path, metadata
 
-    def _load(self, path: Path, metadata: ocp.CheckpointMetadata, trees: dict[str, Any]) -> dict[str, Any]:
-        """The saved arrays in the structure of `trees`, on the default device whatever device saved them."""
+    def _load(self, path: Path, metadata: ocp.CheckpointMetadata, trees: dict[str, Any], absent: Set[str] = frozenset()) -> dict[str, Any]:
+        """The saved arrays in the structure of `trees`, on the default device whatever device saved them.
+
+        Leaves of the parameter groups `absent` are those of `trees`.
+        """
         sharding = default_sharding()
+        leaves = {part: named_arrays(tree) for part, tree in trees.items()}
         expected = {
-            part: {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in named_arrays(tree).items()}
-            for part, tree in trees.items()
+            part: {
+                name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+                for name, leaf in named.items()
+                if not absent.intersection(name.split("."))
+            }
+            for part, named in leaves.items()
         }
         differences = [line for part in trees for line in _differences(metadata.metadata[part], expected[part], part)]
         if differences:
@@ -133,7 +151,7 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {path} does not fit this model and optimiser:{lines}{more}")
         loaded = ocp.load_checkpointables(path, expected)
         return {
-            part: jax.tree.unflatten(jax.tree.structure(tree), [loaded[part][name] for name in expected[part]])
+            part: jax.tree.unflatten(jax.tree.structure(tree), [(leaves[part] | loaded[part])[name] for name in leaves[part]])
             for part, tree in trees.items()
         }
 
@@ -179,6 +197,11 @@ def named_arrays(tree: Any) -> dict[str, Any]:
 
 def _training(state: TrainState) -> dict[str, Any]:
     return {"step": state.step, "opt_state": state.opt_state, "key": jax.random.key_data(state.key)}
+
+
+def _train_state(trees: dict[str, Any]) -> TrainState:
+    training = trees[TRAINING]
+    return TrainState(training["step"], trees[PARAMS], training["opt_state"], jax.random.wrap_key_data(training["key"]))
 
 
 def _differences(saved: dict[str, Any], expected: dict[str, Any], part: str) -> list[str]:

@@ -9,11 +9,12 @@ class NonFiniteError(RuntimeError):
 
 
 def check_finite(
-    step: int, scalars: Mapping[str, float], finite: Sequence[bool], parameters: Sequence[str], *, kept: Sequence[int]
+    step: int, scalars: Mapping[str, float], finite: Sequence[bool], parameters: Sequence[str], *, kept: Sequence[int], run: str = ""
 ) -> None:
     """Raises NonFiniteError if the loss, a gradient norm or a parameter norm of step `step` is not finite.
 
-    `finite` says so for the gradient of each of `parameters`; `kept` are the steps with a checkpoint. Once the loss is lost
+    `finite` says so for the gradient of each of `parameters`; `kept` are the steps with a checkpoint; `run` names the run where
+    several are trained together. Once the loss is lost
     every gradient is, so what is named first follows the order in which a step computes: the first layer whose index loss
     is not finite, the loss, gradients, parameters.
     """
@@ -26,7 +27,7 @@ def check_finite(
     where = f", first at {lost[0]} ({len(lost)} of {len(parameters)} parameters)" if lost else ""
     found = f"gradients of {', '.join(groups)} are not finite{where}" if groups else f"gradients are finite, {bad[0]} is not"
     raise NonFiniteError(
-        f"step {step}: {bad[0]} is {scalars[bad[0]]}; {found}. "
+        f"{run}step {step}: {bad[0]} is {scalars[bad[0]]}; {found}. "
         f"Stopped; checkpoints kept: {', '.join(map(str, kept)) or 'none'}. Lower optim.learning_rate or clip the group harder"
     )
 

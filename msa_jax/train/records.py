@@ -1,6 +1,6 @@
 """What a run writes down: metrics.jsonl, evaluation.jsonl and TensorBoard. One writer a job.
 
-    metrics.jsonl      one object a step: {"step": 10, "loss": 5.1, "loss/lm": 4.9, ..., "tokens_per_second": 21000.0}
+    metrics.jsonl      one object a step: {"step": 10, "seed": 0, "loss": 5.1, "loss/lm": 4.9, ..., "tokens_per_second": 21000.0}
     evaluation.jsonl   one object a value: {"step": 400, "name": "text/bits_per_byte/plays", "value": 2.5}
 
 Step n is the state after n updates. A resumed run takes back what lies beyond its checkpoint, so that every step stands once.
@@ -19,9 +19,10 @@ METRICS, EVALUATION, TENSORBOARD = "metrics.jsonl", "evaluation.jsonl", "tensorb
 
 
 class Records:
-    """Opens the records of `folder` for a run that continues at `step`; a context manager."""
+    """Opens the records of `folder` for a run that continues at `step`; a context manager. Every row carries the run's seed."""
 
-    def __init__(self, folder: Path, step: int = 0) -> None:
+    def __init__(self, folder: Path, step: int = 0, seed: int = 0) -> None:
+        self.seed = seed
         self._evaluation = folder / EVALUATION
         _take_back(folder / METRICS, step)
         self._evaluated = _take_back(self._evaluation, step)
@@ -37,7 +38,7 @@ class Records:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """One step."""
-        row = {"step": step} | {name: _or_null(value) for name, value in scalars.items()}
+        row = {"step": step, "seed": self.seed} | {name: _or_null(value) for name, value in scalars.items()}
         self._metrics.write(json.dumps(row) + "\n")
         self._metrics.flush()
         self._show(step, scalars.items())

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Key
 
 from msa_jax.config import Experiment, ModelConfig
@@ -35,11 +36,14 @@ def build(experiment: Experiment) -> tuple[nnx.GraphDef, optax.GradientTransform
     return graphdef, make_optimizer(experiment.optim, experiment.train.steps, params)
 
 
-def init_state(experiment: Experiment, tx: optax.GradientTransformation) -> TrainState:
-    """The state before the first step; the same seed gives the same weights. Meant to be compiled, or traced for shapes."""
-    params = nnx.state(HybridTransformer(experiment.model, rngs=nnx.Rngs(experiment.seed)), nnx.Param)
-    key = jax.random.fold_in(jax.random.key(experiment.seed), 1)
-    return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), key)
+def init_state(experiment: Experiment, tx: optax.GradientTransformation, seed: ArrayLike | None = None) -> TrainState:
+    """The state before the first step; the same seed gives the same weights. Meant to be compiled, or traced for shapes.
+
+    `seed` takes the place of the experiment's and may be traced, so that one program starts runs of any seed.
+    """
+    root = jax.random.key(experiment.seed if seed is None else seed)
+    params = nnx.state(HybridTransformer(experiment.model, rngs=nnx.Rngs(root)), nnx.Param)
+    return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), jax.random.fold_in(root, 1))
 
 
 def for_evaluation(state: TrainState) -> TrainState:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from msa_jax.config import ConfigError, Experiment, load, override, smoke, to_dict
+from msa_jax.eval import suite
 from msa_jax.train.checkpoint import Checkpoints
 from msa_jax.train.guard import NonFiniteError
 from msa_jax.train.records import NotLearned
@@ -68,7 +69,7 @@ def test_help_shows_examples(train_py: ModuleType, capsys: pytest.CaptureFixture
         train_py.main(["--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    for line in ("examples:", "--variant s", "--set optim.learning_rate=1e-3 --workdir runs/x", "--smoke", "--force-new"):
+    for line in ("examples:", "--variant s", "--seeds 0..7", "--set optim.learning_rate=1e-3 --workdir runs/x", "--smoke", "--force-new"):
         assert line in text
 
 
@@ -83,6 +84,8 @@ def test_help_shows_examples(train_py: ModuleType, capsys: pytest.CaptureFixture
         (["--set", "model.attention.num_heads=5"], "num_heads=5 is not divisible by num_kv_heads=2"),
         (["--set", "model.attention.block_size=0"], "block_size=0; it must be >= 1"),
         (["--set", "data.pack=data/none"], "data/none"),
+        (["--seeds", "0..x"], "seeds '0..x': give a range as 0..7, or a list as 0,3,5"),
+        (["--seeds", ""], "seeds '': give a range"),
         (
             ["--config", "configs/text_only.py", "--smoke", "--set", "model.attention.implementation=mosaic_gpu"],
             "implementation='mosaic_gpu'",
@@ -95,6 +98,26 @@ def test_a_wrong_configuration_is_one_clear_line(
     monkeypatch.chdir(ROOT)
     said = refused(*arguments, "--workdir", str(tmp_path / "run"))
     assert message in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "folders"),
+    [
+        ([], {0: "run"}),
+        (["--set", "seed=3"], {3: "run"}),
+        (["--seeds", "1..3"], {seed: f"run/seed_{seed}" for seed in (1, 2, 3)}),
+    ],
+)
+def test_a_seed_trains_in_the_run_folder_and_several_in_folders_of_their_own(
+    train_py: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], folders: dict[int, str]
+) -> None:
+    launch, write = Mock(), Mock()
+    monkeypatch.setattr(train_py, "launch", launch)
+    monkeypatch.setattr(train_py.report, "write", write)
+    assert train_py.main(["--config", NATIVE, "--workdir", str(tmp_path / "run"), *arguments]) == 0
+    expected = {seed: tmp_path / folder for seed, folder in folders.items()}
+    launch.assert_called_once_with(load(NATIVE, None, {"seed": 3 if "seed=3" in arguments else 0}), expected, force_new=False)
+    write.assert_called_once_with(*expected.values())
 
 
 def test_a_run_that_fails_by_itself_has_exit_code_1(
@@ -120,12 +143,12 @@ def test_a_missing_tokenizer_is_named(refused: Callable[..., str], tmp_path: Pat
 
 
 def test_a_run_that_cannot_be_evaluated_moves_no_other_aside(
-    refused: Callable[..., str], train_py: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "tiny.py").write_text(TINY)
     with open_workdir(tmp_path / "run", load(tmp_path / "tiny.py"), {}) as folder:
         (folder / "metrics.jsonl").write_text("{}")
-    monkeypatch.setattr(train_py.suite, "build", Mock(side_effect=ConfigError("eval.candidates=500 are too many")))
+    monkeypatch.setattr(suite, "build", Mock(side_effect=ConfigError("eval.candidates=500 are too many")))
     assert "too many" in refused("--config", str(tmp_path / "tiny.py"), "--workdir", str(tmp_path / "run"), "--force-new")
     assert (tmp_path / "run" / "metrics.jsonl").exists()
     assert not (tmp_path / "run.old-1").exists()

@@ -15,9 +15,9 @@ def lines(path: Path) -> list[dict]:
 
 
 def test_steps_and_evaluations_are_written_at_once(tmp_path: Path) -> None:
-    with Records(tmp_path) as records:
+    with Records(tmp_path, seed=3) as records:
         records.write(1, {"loss": 5.25, "loss/lm": math.nan, "tokens": 80})
-        assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 5.25, "loss/lm": None, "tokens": 80}], (
+        assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "seed": 3, "loss": 5.25, "loss/lm": None, "tokens": 80}], (
             "readable before the run ends"
         )
         records.write_evaluation(1, [("text/bits", 2.0), ("image/gain", 0.5)])
