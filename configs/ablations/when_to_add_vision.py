@@ -51,10 +51,10 @@ def variants() -> dict[str, dict]:
     }
 
 
-def controls() -> dict[str, str]:
-    """The arm with the same learning rates and the same text but without pictures, for each arm that has pictures."""
-    matched = dict.fromkeys(("native", "pre_decay_50", "pre_decay_80", "pre_decay_80_low"), "text_only")
-    return matched | {"post_decay": "text_only_post_decay", "text_only_post_decay": "text_only"}
+def controls() -> dict[str, tuple[str, ...]]:
+    """First the arm with the same learning rates and the same text but without pictures, then text_only for all."""
+    by_native = dict.fromkeys(("native", "pre_decay_50", "pre_decay_80", "pre_decay_80_low", "text_only_post_decay"), ("text_only",))
+    return by_native | {"post_decay": ("text_only_post_decay", "text_only")}
 
 
 def pictures(rows: int, *, start: int) -> dict:

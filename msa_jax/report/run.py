@@ -45,6 +45,16 @@ class Run:
     def experiment(self) -> dict[str, Any]:
         return self.config["experiment"]
 
+    @property
+    def finished(self) -> bool:
+        """Trained to its last step and evaluated there."""
+        return self.evaluated_at == self.experiment["train"]["steps"]
+
+    def mean(self, name: str) -> float | None:
+        """The value of this name, or the mean over its sources, splits or layers (`name/...`); None if there is none."""
+        values = [self.evaluation[name]] if name in self.evaluation else [self.evaluation[f"{name}/{key}"] for key in self.keys(name)]
+        return sum(values) / len(values) if values else None
+
     def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(steps, values) of one metric, empty when it was never logged."""
         points = [(row["step"], row[name]) for row in self.metrics if isinstance(row.get(name), int | float)]
