@@ -6,14 +6,18 @@
 Step n is the state after n updates. A resumed run takes back what lies beyond its checkpoint, so that every step stands once.
 """
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 
 METRICS, EVALUATION, TENSORBOARD = "metrics.jsonl", "evaluation.jsonl", "tensorboard"
 
@@ -27,37 +31,69 @@ class Records:
         _take_back(folder / METRICS, step)
         self._evaluated = _take_back(self._evaluation, step)
         self._metrics = (folder / METRICS).open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=step + 1, filename_suffix=f".from-{step}")
+        self._board = Board(folder / TENSORBOARD, step)
 
     def __enter__(self) -> "Records":
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._board.close()
-        self._metrics.close()
+        try:
+            self._board.close()
+        finally:
+            self._metrics.close()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """One step."""
         row = {"step": step, "seed": self.seed} | {name: _or_null(value) for name, value in scalars.items()}
-        self._metrics.write(json.dumps(row) + "\n")
-        self._metrics.flush()
-        self._show(step, scalars.items())
+        with _explained(self._evaluation.parent):
+            self._metrics.write(json.dumps(row) + "\n")
+            self._metrics.flush()
+            self._board.show(step, scalars.items())
 
     def write_evaluation(self, step: int, values: Iterable[tuple[str, float]]) -> None:
         """All values of one evaluation, at once: a killed run leaves none or all of them."""
         values = list(values)
         rows = [json.dumps({"step": step, "name": name, "value": _or_null(value)}) + "\n" for name, value in values]
         before = self._evaluation.read_text(encoding="utf-8") if self._evaluation.exists() else ""
-        _replace(self._evaluation, before + "".join(rows))
-        self._evaluated.append(step)
-        self._show(step, values)
+        with _explained(self._evaluation.parent):
+            _replace(self._evaluation, before + "".join(rows))
+            self._evaluated.append(step)
+            self._board.show(step, values)
 
     def has_evaluation(self, step: int) -> bool:
         return step in self._evaluated
 
-    def _show(self, step: int, values: Iterable[tuple[str, float]]) -> None:
+
+class Board:
+    """TensorBoard events of a run that continues at `step`, each on disk when `show` returns.
+
+    tensorboardX's SummaryWriter leaves the writing to a thread: a full disk ends that thread, and training then waits for it for ever.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._events = EventsWriter(str(folder / "events"), f".from-{step}")
+        # tells TensorBoard to forget what an earlier process wrote beyond `step`
+        self._events.write_event(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def show(self, step: int, values: Iterable[tuple[str, float]]) -> None:
         for name, value in values:
-            self._board.add_scalar(name, value, step)
+            summary = Summary(value=[Summary.Value(tag=name, simple_value=value)])
+            self._events.write_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self._events.flush()
+
+    def close(self) -> None:
+        self._events.close()
+
+
+@contextlib.contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Adds folder and remedy to the system's word for a file that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error.strerror}; make room or mend the folder, then run the same command to continue"
+        raise OSError(error.errno, reason, str(folder)) from error
 
 
 class NotLearned(RuntimeError):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,23 @@ def test_a_smoke_run_has_learned_if_its_language_loss_fell(tmp_path: Path) -> No
             records.write(step, {"loss": 0.0, "loss/lm": 4.75})
     with pytest.raises(NotLearned, match=r"4\.700 -> 4\.750 .*: it did not fall"):
         check_learning(tmp_path)
+
+
+def write_much(records: Records) -> None:
+    for step in range(1, 500):
+        records.write(step, dict.fromkeys("abcdefgh", 1.0))
+
+
+def test_a_full_disk_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
+    """Events take more room than rows, so TensorBoard's file is the one that meets the limit, in place of the disk's end."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, before[1]))
+    try:
+        records = Records(tmp_path)
+        with pytest.raises(OSError, match=f"File too large; make room .* run the same command to continue: '{tmp_path}'"):
+            write_much(records)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    records.__exit__()
+    assert (tmp_path / "metrics.jsonl").stat().st_size < 2**14
+    assert next((tmp_path / "tensorboard").iterdir()).stat().st_size >= 2**14
