@@ -28,6 +28,7 @@ from msa_jax.train.state import TrainState
 FORMAT_VERSION = 1
 CHECKPOINTS = "checkpoints"  # in the run folder
 PARAMS, TRAINING = "params", "training"
+LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")
 MOST_DIFFERENCES = 8  # listed in an error
 
 
@@ -172,9 +173,9 @@ class Checkpoints:
             ) from error
 
     def _remove_leftovers(self) -> None:
-        """Temporary and half-deleted folders of a save or a clean-up that was cut short."""
+        """Temporary and half-deleted folders of a save or a clean-up that was cut short. What a user put there stays."""
         for path in self.directory.glob("*"):
-            if not path.name.isdigit():
+            if LEFTOVER.fullmatch(path.name):
                 shutil.rmtree(path)
 
     def _delete(self, path: Path) -> None:

@@ -159,6 +159,16 @@ def test_what_a_killed_save_left_is_ignored_and_cleared(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["00000010"]
 
 
+def test_what_a_user_put_beside_the_checkpoints_stays(tmp_path: Path) -> None:
+    (tmp_path / "best" / "params").mkdir(parents=True)
+    (tmp_path / "notes.txt").write_text("step 3 is the good one")
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(make_state(3), b"")
+    assert checkpoints.steps() == [3]
+    assert (tmp_path / "best" / "params").is_dir()
+    assert (tmp_path / "notes.txt").exists()
+
+
 def test_nothing_to_restore(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*complete ones: none"):
         Checkpoints(tmp_path / "none").restore(abstract(make_state()))
