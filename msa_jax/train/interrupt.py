@@ -1,9 +1,12 @@
 """Ctrl-C and the signal that schedulers send before they take a machine: finish the step, save, leave."""
 
+import os
 import signal
 import threading
 from types import FrameType
 from typing import Any
+
+SEEN = b"\ninterrupted: stops and saves after what is under way; a second signal stops at once, without saving\n"
 
 
 class Interrupted(Exception):
@@ -38,3 +41,4 @@ class InterruptWatch:
         if self.received is not None:
             raise KeyboardInterrupt
         self.received = number
+        os.write(2, SEEN)  # to stderr, but not by print: a signal may come in the middle of one

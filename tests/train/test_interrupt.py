@@ -10,12 +10,13 @@ from msa_jax.train.interrupt import Interrupted, InterruptWatch
 
 
 @pytest.mark.parametrize("number", InterruptWatch.SIGNALS)
-def test_the_first_signal_is_noted_and_the_second_acts(number: int) -> None:
+def test_the_first_signal_is_noted_and_the_second_acts(number: int, capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(number)
     with InterruptWatch() as watch:
         assert watch.received is None
         os.kill(os.getpid(), number)
         assert watch.received == number
+        assert "stops and saves after what is under way" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
