@@ -135,6 +135,13 @@ class Checkpoints:
 
         Leaves of the parameter groups `absent` are those of `trees`.
         """
+        damaged = [part for part in trees if not (metadata.metadata or {}).get(part)]
+        if damaged:
+            others = [step for step in self.steps() if self.path(step) != path]
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {', '.join(damaged)} cannot be read; move that folder away and run the same command to "
+                f"continue from {f'step {others[-1]}' if others else 'the start, since there is no other'}"
+            )
         sharding = default_sharding()
         leaves = {part: named_arrays(tree) for part, tree in trees.items()}
         expected = {

@@ -169,6 +169,18 @@ def test_what_a_user_put_beside_the_checkpoints_stays(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").exists()
 
 
+def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(make_state(step), b"%d" % step)
+    for file in (tmp_path / "00000002" / "params").glob("**/d/*"):
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"00000002 is damaged: params cannot be read; move .* to continue from step 1"):
+        checkpoints.restore(abstract(make_state()))
+    (tmp_path / "00000002").rename(tmp_path / "damaged")
+    assert checkpoints.restore(abstract(make_state()))[1] == b"1"
+
+
 def test_nothing_to_restore(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*complete ones: none"):
         Checkpoints(tmp_path / "none").restore(abstract(make_state()))
