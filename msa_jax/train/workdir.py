@@ -70,7 +70,7 @@ def _commit(repository: Path) -> str:
 
 def record(path: Path, facts: Mapping[str, Any]) -> None:
     """Adds facts to config.json. One that differs from the first is kept beside it, under "resumed_with"."""
-    content = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    content = _read(path)
     changed = {name: value for name, value in facts.items() if content.setdefault(name, value) != value}
     if changed and changed not in content.get("resumed_with", []):
         content.setdefault("resumed_with", []).append(changed)
@@ -83,7 +83,7 @@ def _claim(path: Path, experiment: Experiment) -> None:
     if not (path / CONFIG).exists() or not has_steps:  # what failed before its first step holds no work and binds nobody
         _write(path, {"format": FORMAT, "hash": config_hash(experiment), "experiment": to_dict(experiment)})
         return
-    stored = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    stored = _read(path)
     if stored.get("format") != FORMAT:
         raise WorkdirError(f"{path / CONFIG} has format {stored.get('format')}, this code writes {FORMAT}; choose another --workdir")
     changed = difference(experiment, stored["experiment"])
@@ -92,6 +92,13 @@ def _claim(path: Path, experiment: Experiment) -> None:
         raise WorkdirError(
             f"{path} holds a run of another configuration:{lines}\nchoose another --workdir, or move that run aside with --force-new"
         )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise WorkdirError(f"{path / CONFIG} is no readable JSON ({error}); mend it, or choose another --workdir") from error
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -116,6 +116,13 @@ def test_another_format_is_refused(tmp_path: Path, experiment: Experiment) -> No
         pass
 
 
+def test_a_damaged_configuration_is_refused(tmp_path: Path, experiment: Experiment) -> None:
+    (tmp_path / "config.json").write_text('{"format": 1, "exp')
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    with pytest.raises(WorkdirError, match=r"config.json is no readable JSON .*; mend it"), open_workdir(tmp_path, experiment, FACTS):
+        pass
+
+
 def test_facts_that_change_on_the_way_are_all_kept(tmp_path: Path, experiment: Experiment) -> None:
     for commit in ("abc", "def", "def"):
         with open_workdir(tmp_path, experiment, {"commit": commit}) as folder:
