@@ -38,7 +38,8 @@ class Records:
 
     def __exit__(self, *exception: Any) -> None:
         try:
-            self._board.close()
+            with _explained(self._evaluation.parent):  # a full disk stops the last flush too, and this error is the one that is seen
+                self._board.close()
         finally:
             self._metrics.close()
 

@@ -82,9 +82,10 @@ def test_a_smoke_run_has_learned_if_its_language_loss_fell(tmp_path: Path) -> No
         check_learning(tmp_path)
 
 
-def write_much(records: Records) -> None:
-    for step in range(1, 500):
-        records.write(step, dict.fromkeys("abcdefgh", 1.0))
+def write_much(folder: Path) -> None:
+    with Records(folder) as records:
+        for step in range(1, 500):
+            records.write(step, dict.fromkeys("abcdefgh", 1.0))
 
 
 def test_a_full_disk_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
@@ -92,11 +93,9 @@ def test_a_full_disk_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, before[1]))
     try:
-        records = Records(tmp_path)
         with pytest.raises(OSError, match=f"File too large; make room .* run the same command to continue: '{tmp_path}'"):
-            write_much(records)
+            write_much(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    records.__exit__()
     assert (tmp_path / "metrics.jsonl").stat().st_size < 2**14
     assert next((tmp_path / "tensorboard").iterdir()).stat().st_size >= 2**14
