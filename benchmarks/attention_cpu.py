@@ -4,7 +4,8 @@
 
 1. Long sequences, B1 N8 K2 H64 C64 R8: time and extra memory of sparse_attention forward + backward against
    jax.nn.dot_product_attention, and whether the cost of a token stays flat as the sequence grows.
-2. A training step's size, B8 N4 K2 H32 I32 C16 R8 T512: all that MSA adds, select + attend + KL, forward + backward.
+2. A training step of configs/text_only.py (D128, 4 layers, N4 K2 H32 I32 C16 R8) on 8 rows of 512 tokens, against the same model with
+   dense attention: loss and all gradients, the index branch and its KL included.
 
 Results are compared with the reference first; a run that differs stops. Every printed row is appended to <out>/<commit>.jsonl with
 commit, device and versions. Times are the best of the repeats, on the wall clock and of the processor (the second is the steadier one
@@ -12,6 +13,7 @@ on a shared machine); GFLOP/s stand beside those of a large matrix product ("roo
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -25,19 +27,24 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from msa_jax.config import Experiment, load
+from msa_jax.data.batch import Batch
+from msa_jax.model.hybrid import HybridTransformer
+from msa_jax.train.loss import batch_totals, loss_fn
 from pallas_kernels.block_select.api import block_select
-from pallas_kernels.index_kl.api import index_kl
 from pallas_kernels.sparse_attention.api import sparse_attention
 from pallas_kernels.testing import Case, assert_close
 
+CONFIG = Path(__file__).parents[1] / "configs" / "text_only.py"
 LONG = Case("long", T=0, S=0, B=1, K=2, G=4, H=64, width=64, I=64, C=64, R=8)
-STEP = Case("training step", T=512, S=512, B=8, K=2, G=2, H=32, width=32, I=32, C=16, R=8)
+STEP_ROWS, STEP_TOKENS = 8, 512
 LIMITS = {
     "time against dense": 0.3,
     "extra memory against dense": 0.1,
     "cost of a token, longest against shortest": 1.3,
-    "attention of a training step against dense": 1.5,
+    "training step against dense": 1.5,
 }
 
 
@@ -96,7 +103,7 @@ def facts() -> dict[str, object]:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "../pallas_kernels", "attention_cpu.py")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "../pallas_kernels", "../msa_jax", "attention_cpu.py")
     return {
         "commit": git("rev-parse", "--short=12", "HEAD") + ("-changed" if changed else ""),
         "device": jax.devices()[0].device_kind,
@@ -131,16 +138,20 @@ def sparse_gradients(case: Case, q: jax.Array, k: jax.Array, v: jax.Array, ids: 
     return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
 
 
-def msa_gradients(case: Case, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Gradients of everything an MSA layer adds to its projections."""
+def step_gradients(experiment: Experiment, pattern: str) -> tuple[Callable, tuple]:
+    """The gradient of a training step with layers of `pattern`, and its arguments: parameters and one batch."""
+    config = dataclasses.replace(experiment.model, pattern=pattern)
+    graphdef, params = nnx.split(HybridTransformer(config, rngs=nnx.Rngs(0)))
+    shape = STEP_ROWS, STEP_TOKENS
+    zeros, ones = np.zeros(shape, np.int32), np.ones(shape, np.int32)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape, np.int32)
+    batch = Batch(tokens, ones, zeros + np.arange(STEP_TOKENS, dtype=np.int32), ones.astype(np.float32), zeros, zeros - 1, None)
 
-    def loss(arrays: dict[str, jax.Array]) -> jax.Array:
-        iq, ik, q, k, v = (arrays[name] for name in ("iq", "ik", "q", "k", "v"))
-        ids = block_select(iq, ik, block_size=case.C, num_blocks=case.R, implementation="xla").ids
-        out, _ = sparse_attention(q, k, v, ids, block_size=case.C, implementation="xla")
-        return jnp.sum(out**2) + index_kl(iq, ik, q, k, ids, block_size=case.C, implementation="xla")
+    def loss(params: nnx.State, batch: Batch) -> jax.Array:
+        parts = {"phase": "sparse", "kl_weight": experiment.train.kl_weight, "num_sources": 1}
+        return loss_fn(params, batch, graphdef=graphdef, totals=batch_totals(batch), **parts)[0]
 
-    return jax.grad(loss)(arrays)
+    return jax.grad(loss), (params, batch)
 
 
 def select(case: Case, arrays: dict[str, jax.Array], implementation: str = "xla") -> jax.Array:
@@ -195,14 +206,11 @@ def long_sequences(bench: Bench, lengths: list[int], dense_length: int) -> None:
 
 
 def training_step(bench: Bench) -> None:
-    arrays = inputs(STEP)
-    costs = bench.measure({
-        "msa": (functools.partial(msa_gradients, STEP), (arrays,)),
-        "dense": (dense_gradients, (arrays["q"], arrays["k"], arrays["v"])),
-    })  # fmt: skip
-    for name, what in (("msa", "select + attend + KL"), ("dense", "dense")):
-        bench.record(f"{what}, forward + backward, T={STEP.T}", sizes=sizes(STEP), **costs[name]._asdict())
-    bench.compare("attention of a training step against dense", costs["msa"].seconds / costs["dense"].seconds)
+    experiment = load(CONFIG)
+    costs = bench.measure({name: step_gradients(experiment, pattern) for name, pattern in (("MSA", "M"), ("dense", "D"))})
+    for name, cost in costs.items():
+        bench.record(f"training step, {name}", sizes=f"B{STEP_ROWS} T{STEP_TOKENS}", **cost._asdict())
+    bench.compare("training step against dense", costs["MSA"].seconds / costs["dense"].seconds)
 
 
 def main() -> None:
