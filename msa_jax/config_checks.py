@@ -14,13 +14,20 @@ def require(condition: bool, message: str) -> None:
 def require_positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        require(whole, f"{type(config).__name__}.{name}={value!r}; it must be a whole number")
         require(value >= 1, f"{type(config).__name__}.{name}={value}; it must be >= 1")
+
+
+def _require_real(config: Any, name: str, value: Any) -> None:
+    require(isinstance(value, int | float) and not isinstance(value, bool), f"{type(config).__name__}.{name}={value!r}; it must be a number")
 
 
 def require_within(config: Any, low: float, high: float, *names: str) -> None:
     """Real numbers in [low, high); infinity and NaN never pass."""
     for name in names:
         value = getattr(config, name)
+        _require_real(config, name, value)
         bound = f">= {low} and finite" if math.isinf(high) else f"in [{low}, {high})"
         require(low <= value < high, f"{type(config).__name__}.{name}={value}; it must be {bound}")
 
@@ -28,4 +35,5 @@ def require_within(config: Any, low: float, high: float, *names: str) -> None:
 def require_above_zero(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
+        _require_real(config, name, value)
         require(0 < value < math.inf, f"{type(config).__name__}.{name}={value}; it must be > 0 and finite")

@@ -54,6 +54,11 @@ def experiment(**changes: Any) -> Experiment:
     [
         (lambda: attention(num_heads=6, num_kv_heads=4), "num_heads=6 is not divisible by num_kv_heads=4"),
         (lambda: attention(block_size=0), "block_size=0; it must be >= 1"),
+        (lambda: attention(block_size=1.5), "block_size=1.5; it must be a whole number"),
+        (lambda: attention(d_model="256"), "d_model='256'; it must be a whole number"),
+        (lambda: attention(num_heads=True), "num_heads=True; it must be a whole number"),
+        (lambda: attention(rope_theta="1e4"), "rope_theta='1e4'; it must be a number"),
+        (lambda: OptimConfig(b2="0.9"), "b2='0.9'; it must be a number"),
         (lambda: attention(num_blocks=0), "num_blocks=0; it must be >= 1"),
         (lambda: attention(local_blocks=3, init_blocks=1), "local_blocks=3 .* init_blocks=1 .* num_blocks=3"),
         (lambda: attention(local_blocks=-1), "local_blocks=-1"),
