@@ -20,7 +20,9 @@ def require_positive(config: Any, *names: str) -> None:
 
 
 def _require_real(config: Any, name: str, value: Any) -> None:
-    require(isinstance(value, int | float) and not isinstance(value, bool), f"{type(config).__name__}.{name}={value!r}; it must be a number")
+    require(
+        isinstance(value, int | float) and not isinstance(value, bool), f"{type(config).__name__}.{name}={value!r}; it must be a number"
+    )
 
 
 def require_within(config: Any, low: float, high: float, *names: str) -> None:
