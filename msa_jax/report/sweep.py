@@ -83,7 +83,7 @@ def _table(name: str, summary: Mapping[str, Any]) -> Table:
     """One block of rows an arm: its mean, then its difference to each control."""
     table = Table(title=f"\n{escape(name)}", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("arm", "seeds", "mean", "minus", "difference", "95% interval"):
-        table.add_column(heading, justify="left" if heading in ("arm", "minus") else "right")
+        table.add_column(heading, justify="left" if heading in ("arm", "minus") else "right", overflow="fold")
     for mean in (row for row in summary["means"] if row["metric"] == name):
         same = [row for row in summary["differences"] if (row["metric"], row["arm"]) == (name, mean["arm"])]
         first = escape(mean["arm"]), str(len(mean["seeds"])), f"{mean['mean']:.4f}"
