@@ -32,6 +32,7 @@ def config() -> Experiment:
             num_layers=60,
             pattern="DDD" + "M" * 57,
             mlp_dim=12_288,
+            mlp_limit=7.0,
             tie_embeddings=False,
             dtype="bfloat16",
             remat=True,

@@ -15,5 +15,6 @@ from msa_jax.config import Experiment, load, override
 def config() -> Experiment:
     return override(load("m3.py", beside=__file__), {
         "name": "paper_109b", "model.attention.d_model": 3072, "model.num_layers": 41, "model.pattern": "M", "model.mlp_dim": 9216,
+        "model.mlp_limit": None,
         "model.moe.expert_dim": 2304, "model.moe.shared_dim": 2304, "train.steps": 715_000, "train.index_warmup_steps": 9_500,
     })  # fmt: skip

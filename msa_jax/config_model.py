@@ -144,6 +144,7 @@ class ModelConfig:
     num_layers: int = 4
     pattern: str = "M"
     mlp_dim: int = 352
+    mlp_limit: float | None = None  # of the clamped SwiGLU of MiniMax-M3 (7.0), in MLPs and experts; None = plain SwiGLU
     tie_embeddings: bool = True
     norm_eps: float = 1e-6
     dtype: str = "float32"  # compute; parameters are always float32 ("master weights")
@@ -153,7 +154,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "vocab_size", "num_layers", "mlp_dim")
-        require_above_zero(self, "norm_eps")
+        require_above_zero(self, "norm_eps", *(["mlp_limit"] if self.mlp_limit is not None else []))
         unknown = sorted(set(self.pattern) - set(KINDS))
         require(bool(self.pattern) and not unknown, f"ModelConfig: pattern={self.pattern!r}; use the letters {KINDS}")
         require(

@@ -25,7 +25,7 @@ class Block(nnx.Module):
         self.attention = KINDS[kind.attention](config.attention, rngs=child("attention"), dtype=dtype, output_scale=scale)
         self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
         mlp, size = (MixtureOfExperts, config.moe) if kind.experts else (SwiGLU, config.mlp_dim)
-        self.mlp = mlp(config.d_model, size, rngs=child("mlp"), dtype=dtype, output_scale=scale)
+        self.mlp = mlp(config.d_model, size, rngs=child("mlp"), dtype=dtype, output_scale=scale, limit=config.mlp_limit)
 
     def __call__(
         self,

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from msa_jax.config import MoeConfig
 from msa_jax.model.init import fan_in_normal, rngs_by_name
-from msa_jax.model.mlp import SwiGLU
+from msa_jax.model.mlp import SwiGLU, gated
 
 
 class Router(nnx.Module):
@@ -60,14 +60,16 @@ class ExpertLinear(nnx.Module):
 class Experts(nnx.Module):
     """O independent SwiGLUs on rows sorted by expert."""
 
-    def __init__(self, d_model: int, config: MoeConfig, *, rngs: nnx.Rngs, dtype: DTypeLike, output_scale: float) -> None:
-        child, experts, width = rngs_by_name(rngs), config.num_experts, config.expert_dim
+    def __init__(
+        self, d_model: int, config: MoeConfig, *, rngs: nnx.Rngs, dtype: DTypeLike, output_scale: float, limit: float | None
+    ) -> None:
+        child, experts, width, self.limit = rngs_by_name(rngs), config.num_experts, config.expert_dim, limit
         self.gate = ExpertLinear(experts, d_model, width, rngs=child("gate"), dtype=dtype)
         self.up = ExpertLinear(experts, d_model, width, rngs=child("up"), dtype=dtype)
         self.down = ExpertLinear(experts, width, d_model, rngs=child("down"), dtype=dtype, scale=output_scale)
 
     def __call__(self, rows: Float[Array, "rows D"], sizes_O: Int[Array, "O"]) -> Float[Array, "rows D"]:
-        return self.down(jax.nn.silu(self.gate(rows, sizes_O)) * self.up(rows, sizes_O), sizes_O)
+        return self.down(gated(self.gate(rows, sizes_O), self.up(rows, sizes_O), self.limit), sizes_O)
 
 
 class MixtureOfExperts(nnx.Module):
@@ -76,14 +78,21 @@ class MixtureOfExperts(nnx.Module):
         moe = MixtureOfExperts(64, MoeConfig(num_experts=8, experts_per_token=2, expert_dim=32), rngs=nnx.Rngs(0))
         y_BTD, load_O = moe(x_BTD, segments)
 
-    Parameters are float32, compute is in `dtype`, routing in float32.
+    Parameters are float32, compute is in `dtype`, routing in float32. `limit` as in `msa_jax.model.mlp.gated`.
     """
 
     def __init__(
-        self, d_model: int, config: MoeConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32, output_scale: float = 1.0
+        self,
+        d_model: int,
+        config: MoeConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike = jnp.float32,
+        output_scale: float = 1.0,
+        limit: float | None = None,
     ) -> None:
         child = rngs_by_name(rngs)
-        options = {"dtype": dtype, "output_scale": output_scale}
+        options = {"dtype": dtype, "output_scale": output_scale, "limit": limit}
         self.router = Router(d_model, config, rngs=child("router"))
         self.experts = Experts(d_model, config, rngs=child("experts"), **options)
         self.shared = SwiGLU(d_model, config.shared_dim, rngs=child("shared"), **options) if config.shared_dim else None

@@ -27,7 +27,9 @@ def described(config: MoeConfig = CONFIG, **options: Any) -> Callable[[], Mixtur
     return lambda: MixtureOfExperts(6, config, rngs=nnx.Rngs(0), **options)
 
 
-def by_definition(moe: MixtureOfExperts, x_BTD: jax.Array, segments_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+def by_definition(
+    moe: MixtureOfExperts, x_BTD: jax.Array, segments_BT: jax.Array, limit: float | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Every expert sees every token; the weight of those that were not chosen is zero."""
     config = moe.router.config
     affinity_BTO = 1 / (1 + jnp.exp(-jnp.einsum("btd,do->bto", x_BTD, moe.router.kernel[...])))
@@ -37,7 +39,10 @@ def by_definition(moe: MixtureOfExperts, x_BTD: jax.Array, segments_BT: jax.Arra
     weight_BTO = config.routed_scale * weight_BTO / weight_BTO.sum(-1, keepdims=True)
 
     def swiglu(gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        return (jax.nn.silu(x_BTD @ gate) * (x_BTD @ up)) @ down
+        g, u = x_BTD @ gate, x_BTD @ up
+        if limit is not None:
+            g, u = jnp.minimum(g, limit), jnp.clip(u, -limit, limit) + 1
+        return (g / (1 + jnp.exp(-(1 if limit is None else 1.702) * g)) * u) @ down
 
     y_BTD = jnp.zeros_like(x_BTD)
     for o in range(config.num_experts):
@@ -86,6 +91,11 @@ def test_equals_a_loop_over_the_experts(filled: Callable, assert_close: Callable
     assert not ours["params"]["router"]["bias"][...].any()
     assert ours["load"].dtype == jnp.int32
     assert ours["load"].sum() == (SEGMENTS_BT > 0).sum() * config.experts_per_token
+
+
+def test_clamped_experts(filled: Callable, assert_close: Callable) -> None:
+    moe = filled(described(limit=0.5))
+    assert_close(results(call_directly, moe), results(functools.partial(by_definition, limit=0.5), moe))
 
 
 def test_no_token_is_dropped_when_all_choose_the_same_experts(filled: Callable, assert_close: Callable) -> None:
