@@ -21,20 +21,20 @@ class ForwardOutput(NamedTuple):
 
 
 class Forward:
-    """The model in its sparse phase. `forward(state, batch)` compiles once a shape."""
+    """The model in its sparse phase. `forward(state, batch)` compiles once a shape, for all models of one structure together."""
 
     def __init__(self, graphdef: nnx.GraphDef) -> None:
-        self._graphdef = graphdef
-        self._compiled = jax.jit(functools.partial(_forward, graphdef))
+        self.graphdef = graphdef
 
     def __call__(self, state: TrainState, batch: Batch) -> ForwardOutput:
-        return self._compiled(state.params, batch)
+        return _forward(self.graphdef, state.params, batch)
 
     def block(self, state: TrainState, layer: int) -> tuple[nnx.GraphDef, nnx.State]:
         """Layer number `layer` alone, split: layers of one kind have equal structure, so that a function of it compiles once."""
-        return nnx.split(nnx.merge(self._graphdef, state.params).block(layer))
+        return nnx.split(nnx.merge(self.graphdef, state.params).block(layer))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _forward(graphdef: nnx.GraphDef, params: nnx.State, batch: Batch) -> ForwardOutput:
     output = nnx.merge(graphdef, params)(batch, kl=False, trace=True)
     return ForwardOutput(*target_nats(output.logits_BTE, batch), *output.trace)

@@ -58,12 +58,17 @@ def test_target_nats_by_loops_and_as_in_training() -> None:
     np.testing.assert_allclose(nats, target_weights(batch) * next_token_nats(jnp.asarray(logits), jnp.asarray(tokens)), rtol=1e-5)
 
 
-def test_the_forward_pass_is_the_models(experiment: Experiment, pack: Pack, forward: Forward, state: TrainState) -> None:
+def test_the_forward_pass_is_the_models(
+    experiment: Experiment, pack: Pack, forward: Forward, state: TrainState, caplog: pytest.LogCaptureFixture
+) -> None:
     """block(i) on hidden[i] gives hidden[i + 1]: what the other evaluators look into is what the model computes."""
     text = TextEvaluation(experiment.data, experiment.model, pack, experiment.eval.text_rows)
     batch = next(text.batches(4)).batch
     output = forward(state, batch)
     assert output.nats_BT.shape == batch.tokens_BT.shape
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        Forward(nnx.split(nnx.merge(forward.graphdef, state.params))[0])(state, batch)
+    assert not [record for record in caplog.records if "_forward" in record.getMessage()], "models of one structure share their programs"
     graphdef, params = forward.block(state, 0)
 
     @jax.jit
