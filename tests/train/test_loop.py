@@ -128,6 +128,7 @@ def test_ctrl_c_saves_where_it_is_and_continues_to_the_bit(
     assert_same(uninterrupted, tmp_path, train(text_experiment, tmp_path))
 
 
+@pytest.mark.slow
 def test_experts_muon_and_the_average_continue_to_the_bit(text_experiment: Experiment, tmp_path: Path) -> None:
     """And evaluation sees the average of the weights, before and after."""
     moe = MoeConfig(num_experts=4, experts_per_token=2, expert_dim=8, dense_layers=1)
