@@ -21,7 +21,7 @@ data: setup ## build the small data pack (pip packages only)
 	@$(PY) -m msa_jax.data.build small --out data/small
 
 # A step's temporary arrays are mapped anew each time; in pages of 4 KiB a sixth of a CPU's work would be page faults (glibc >= 2.35).
-train: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+train bench: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 train: data ## train configs/native.py in its CPU size and print what it learned
 	$(PY) train.py --config configs/native.py --workdir "$(WORKDIR)"
 
