@@ -32,7 +32,7 @@ test: lint ## fast tests on one interpreter
 	$(PY) -m pytest -q -n auto --maxprocesses 8 --durations 15
 
 test-slow: data ## kills and resumes, the pinned data pack, smoke runs of every config
-	$(PY) -m pytest -q -m slow --durations 15
+	$(PY) -m pytest -q -m slow -n auto --maxprocesses 8 --durations 15
 
 test-kernels: setup ## GPU kernels without a GPU: simulator with race detection, ptxas where it is installed; many minutes
 	$(PY) -m pytest -q -m kernels --durations 15
