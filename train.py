@@ -2,17 +2,13 @@
 
 import argparse
 import contextlib
-import shlex
 import sys
 import tempfile
 from pathlib import Path
 
 from msa_jax import config, report
-from msa_jax.launch import USER_ERRORS, launch, parse_seeds
-from msa_jax.train.guard import NonFiniteError
-from msa_jax.train.interrupt import Interrupted
+from msa_jax.launch import FAILURES, launch, parse_seeds, run_command
 from msa_jax.train.records import NotLearned, check_learning
-from msa_jax.train.tokens import TokenCountError
 
 EXAMPLES = """examples:
   python train.py                                                  the CPU size of configs/native.py, into runs/native
@@ -33,18 +29,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seeds", metavar="A..B", help="train these seeds side by side, each into RUN/seed_N; 0..7 or 0,3,5")
     parser.add_argument("--force-new", action="store_true", help="move a run that is in the folder aside and start anew")
     parser.add_argument("--smoke", action="store_true", help="under a minute on a CPU, made-up data; fails unless the loss fell")
-    try:
-        train(parser.parse_args(arguments))
-    except Interrupted as stopped:
-        print(f"{stopped}; continue with: {shlex.join([sys.executable, __file__, *arguments])}", file=sys.stderr)
-        return stopped.exit_code
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues from the last checkpoint, if there is one", file=sys.stderr)
-        return 130
-    except (NonFiniteError, NotLearned, TokenCountError, *USER_ERRORS) as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2 if isinstance(error, USER_ERRORS) else 1
-    return 0
+    options, again = parser.parse_args(arguments), [sys.executable, __file__, *arguments]
+    return run_command("train.py", lambda: train(options), again, failures=(NotLearned, *FAILURES))
 
 
 def train(options: argparse.Namespace) -> None:

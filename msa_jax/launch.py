@@ -1,7 +1,9 @@
 """Everything behind one training command: data, model, evaluators and loop, for one seed or for several side by side."""
 
 import contextlib
-from collections.abc import Sequence
+import shlex
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msa_jax.config import ConfigError, Experiment, override
@@ -11,13 +13,41 @@ from msa_jax.data.pipeline import StateError, train_batches
 from msa_jax.data.tokenizer import TokenizerError
 from msa_jax.eval import suite
 from msa_jax.train.checkpoint import CheckpointError
+from msa_jax.train.guard import NonFiniteError
+from msa_jax.train.interrupt import Interrupted
 from msa_jax.train.loop import Run, fit_side_by_side
 from msa_jax.train.state import build
-from msa_jax.train.tokens import count_run
+from msa_jax.train.tokens import TokenCountError, count_run
 from msa_jax.train.workdir import WorkdirError, open_workdir, provenance, record
 from pallas_kernels.dispatch import Unsupported, device_kind, implementations_used
 
 USER_ERRORS = (ConfigError, PackError, TokenizerError, StateError, BatchError, WorkdirError, CheckpointError, Unsupported, OSError)
+FAILURES = (NonFiniteError, TokenCountError)
+
+
+def run_command(
+    name: str,
+    run: Callable[[], int | None],
+    again: Sequence[str],
+    *,
+    refusals: tuple[type[Exception], ...] = USER_ERRORS,
+    failures: tuple[type[Exception], ...] = FAILURES,
+) -> int:
+    """The exit code of `run`, in which None is 0. What ends it early becomes one line on stderr and a code of its own.
+
+    `refusals` are 2 and `failures` are 1, Ctrl-C is 130; a training run that was stopped names `again`, the command that continues it.
+    """
+    try:
+        return run() or 0
+    except Interrupted as stopped:
+        print(f"{stopped}; continue with: {shlex.join(again)}", file=sys.stderr)
+        return stopped.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues from the last checkpoint, if there is one", file=sys.stderr)
+        return 130
+    except (*refusals, *failures) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, refusals) else 1
 
 
 def launch(experiment: Experiment, folders: dict[int, Path], *, force_new: bool = False) -> None:

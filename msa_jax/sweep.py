@@ -7,7 +7,6 @@ finished runs are kept, others go on from their checkpoints. A run is RUNS/ARM/s
 """
 
 import argparse
-import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,11 +16,10 @@ from rich.console import Console
 
 from msa_jax import config
 from msa_jax.config import ConfigError, Experiment
-from msa_jax.launch import USER_ERRORS, launch, parse_seeds
+from msa_jax.launch import USER_ERRORS, launch, parse_seeds, run_command
 from msa_jax.report.run import RunFolderError
 from msa_jax.report.sweep import finished_run, finished_runs, seed_folder, write_summary
 from msa_jax.train.guard import NonFiniteError
-from msa_jax.train.interrupt import Interrupted
 
 BASELINE = "baseline"  # the arm that config() itself makes
 METRICS = ("text/nats_per_token", "caption/right", "caption/image_gain")
@@ -39,17 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change one value in every arm")
     parser.add_argument("--metrics", default=",".join(METRICS), metavar="A,B", help="evaluated values to print (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="arms of a CPU minute on made-up data")
-    try:
-        return sweep(parser.parse_args(arguments))
-    except Interrupted as stopped:
-        print(f"{stopped}; continue with: {shlex.join(['python', '-m', 'msa_jax.sweep', *arguments])}", file=sys.stderr)
-        return stopped.exit_code
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr)
-        return 130
-    except (RunFolderError, *USER_ERRORS) as error:
-        print(f"sweep: {error}", file=sys.stderr)
-        return 2
+    options, again = parser.parse_args(arguments), ["python", "-m", "msa_jax.sweep", *arguments]
+    return run_command("sweep", lambda: sweep(options), again, refusals=(RunFolderError, *USER_ERRORS))
 
 
 def sweep(options: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from msa_jax.config import ConfigError, Experiment, config_hash, load, override,
 from msa_jax.launch import parse_seeds
 from msa_jax.train.guard import NonFiniteError
 from msa_jax.train.interrupt import Interrupted
+from msa_jax.train.tokens import TokenCountError
 from msa_jax.train.workdir import WorkdirError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,6 +123,14 @@ def test_a_stopped_sweep_says_how_to_continue(file: str, tmp_path: Path, launche
     assert sweep.main([file, "--workdir", str(tmp_path / "my runs")]) == 130
     error = capsys.readouterr().err
     assert f"continue with: python -m msa_jax.sweep {file} --workdir '{tmp_path / 'my runs'}'" in error
+
+
+def test_a_run_that_miscounts_its_tokens_ends_the_sweep_in_words(
+    file: str, tmp_path: Path, launches: Launches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launches.failures["tiny"] = TokenCountError("text: 5 tokens counted, 6 configured")
+    assert sweep.main([file, "--workdir", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "sweep: text: 5 tokens counted, 6 configured\n"
 
 
 @pytest.mark.parametrize(
