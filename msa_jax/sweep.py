@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change one value in every arm")
     parser.add_argument("--metrics", default=",".join(METRICS), metavar="A,B", help="evaluated values to print (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="arms of a CPU minute on made-up data")
-    options, again = parser.parse_args(arguments), ["python", "-m", "msa_jax.sweep", *arguments]
+    options, again = parser.parse_args(arguments), [sys.executable, "-m", "msa_jax.sweep", *arguments]
     return run_command("sweep", lambda: sweep(options), again, refusals=(RunFolderError, *USER_ERRORS))
 
 

@@ -122,7 +122,7 @@ def test_a_stopped_sweep_says_how_to_continue(file: str, tmp_path: Path, launche
     launches.failures["tiny"] = Interrupted(7, signal.SIGINT)
     assert sweep.main([file, "--workdir", str(tmp_path / "my runs")]) == 130
     error = capsys.readouterr().err
-    assert f"continue with: python -m msa_jax.sweep {file} --workdir '{tmp_path / 'my runs'}'" in error
+    assert f"continue with: {sys.executable} -m msa_jax.sweep {file} --workdir '{tmp_path / 'my runs'}'" in error
 
 
 def test_a_run_that_miscounts_its_tokens_ends_the_sweep_in_words(
