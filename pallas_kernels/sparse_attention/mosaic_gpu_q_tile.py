@@ -3,13 +3,13 @@
 A tile is 128 rows: X = 128 / G neighbouring queries with the G heads of one KV head. A block that is *common* to a tile (mosaic_gpu_split:
 most of its queries chose it, or it is the own block of one of them) is read once and goes through the online softmax of flash attention,
 one bit a query switching rows off. What is left of a selection is *stray*: KV-outer computes it, and this kernel merges those parts into
-its running state, so there is no separate combine.
+its running state as its last step, so there is no separate combine.
 
     query    0  1  2  3  4  5  6  7
     block 3  x  x  x  .  x  x  x  x     common: walked with bits 1 1 1 0 1 1 1 1
     block 9  x  .  .  .  .  x  .  .     stray: two entries of KV-outer
 
-    producer (1 warpgroup)    rows of Q, then K and V of the common blocks and the parts in turn, one block or two parts a ring slot
+    producer (1 warpgroup)    rows of Q, then K and V of the common blocks, then the parts, two a ring slot
     consumers (2 warpgroups)  64 rows each
 
 One thread block a multiprocessor takes tile after tile, so that the loads of the next tile hide behind the merge of this one.
@@ -17,7 +17,6 @@ One thread block a multiprocessor takes tile after tile, so that the loads of th
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -103,17 +102,6 @@ def _tile(i, refs: _Refs, static: _Static) -> _Tile:
     )
 
 
-def _turn(j, blocks, pairs) -> tuple[jax.Array, jax.Array]:
-    """What the j-th ring slot of a tile holds: (whether it is a block, its number among the blocks or among the pairs of parts).
-
-    They take turns while there are both, so that parts arrive from memory while a block is multiplied.
-    """
-    both = jnp.minimum(blocks, pairs)
-    taking_turns = j < 2 * both
-    is_block = jnp.where(taking_turns, lax.rem(j, int32(2)) == 0, blocks > pairs)
-    return is_block, jnp.where(taking_turns, lax.div(j, int32(2)), j - both)
-
-
 def _produce(refs: _Refs, mine, static: _Static) -> None:
     G, ring, per_group, rows = static.group, tuning.Q_TILE_RING, static.per_group, tuning.ROWS
     plgpu.set_max_registers(tuning.Q_TILE_REGISTERS[1], action="decrease")
@@ -138,21 +126,17 @@ def _produce(refs: _Refs, mine, static: _Static) -> None:
         blocks, parts = refs.walk_sm[buffer, SIZES, 0], refs.walk_sm[buffer, SIZES, 1]
         pairs = lax.div(parts + 1, int32(2))
 
-        @pl.loop(0, blocks + pairs)
+        @pl.loop(0, blocks)
         def _(j):
-            is_block, place = _turn(j, blocks, pairs)
+            block = lax.shift_right_logical(refs.walk_sm[buffer, CHOICES, j], NUMBER_BIT)
+            here = pl.ds(block * static.block_size, static.block_size)
+            load(done + j, (refs.k.at[b, here, h], refs.v.at[b, here, h]), static.block_size)
 
-            @pl.when(is_block)
-            def _():
-                block = lax.shift_right_logical(refs.walk_sm[buffer, CHOICES, place], NUMBER_BIT)
-                here = pl.ds(block * static.block_size, static.block_size)
-                load(done + j, (refs.k.at[b, here, h], refs.v.at[b, here, h]), static.block_size)
-
-            @pl.when(jnp.logical_not(is_block))
-            def _():
-                # An odd part has no companion: the first one is in the cache and does no harm.
-                second = jnp.where(2 * place + 1 < parts, 2 * place + 1, 0)
-                load(done + j, (refs.part.at[l, c, 2 * place], refs.part.at[l, c, second]), 2 * rows)
+        @pl.loop(0, pairs)
+        def _(j):
+            # An odd part has no companion: the first one is in the cache and does no harm.
+            second = jnp.where(2 * j + 1 < parts, 2 * j + 1, 0)
+            load(done + blocks + j, (refs.part.at[l, c, 2 * j], refs.part.at[l, c, second]), 2 * rows)
 
         return done + blocks + pairs
 
@@ -163,9 +147,9 @@ def _produce(refs: _Refs, mine, static: _Static) -> None:
             all_phases_seen(free, jnp.maximum(done - ring, 0), done, simulated=True)
 
 
-def _walk(tile: _Tile, slot, j, state, wg, refs: _Refs, static: _Static):
-    """The j-th common block: the online softmax step of this warpgroup's rows, or only the barriers where no row wants it."""
-    (_, c, b, _, buffer), per_group = tile, static.per_group
+def _walk(tile: _Tile, done, j, state, wg, refs: _Refs, static: _Static):
+    """One common block: the online softmax step of this warpgroup's rows, or only the barriers where no row wants it."""
+    (_, c, b, _, buffer), slot, per_group = tile, lax.rem(done + j, int32(tuning.Q_TILE_RING)), static.per_group
     start = refs.walk_sm[buffer, STARTS, j]
     wanted = lax.shift_right_logical(refs.walk_sm[buffer, CHOICES, j], wg * per_group) & ((1 << per_group) - 1)
     key_row = refs.origin[b, 1] + c * (2 * per_group) + wg * per_group
@@ -208,38 +192,39 @@ def _walk(tile: _Tile, slot, j, state, wg, refs: _Refs, static: _Static):
     return lax.cond(wanted > 0, step, skip, state)
 
 
-def _merge(buffer, slot, j, parts, state, wg, refs: _Refs):
-    """Adds the j-th two of the stray parts. The running maximum is at least theirs from the start."""
+def _merge(buffer, done, parts, state, wg, refs: _Refs):
+    """Adds the stray parts: weights relative to the final maximum, two parts a ring slot."""
     acc, top, total = state
     R, my_rows = refs.part_lse.shape[2], pl.ds(wg * tuning.ROWS, tuning.ROWS)
-    for half, (sm, bar, _) in enumerate(refs.ring()):
-        plgpu.barrier_wait(bar.at[slot])
-        part = plgpu.load(sm.at[slot, my_rows], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        r = 2 * j + half
-        lse = plgpu.load(refs.lse_sm.at[buffer, jnp.minimum(r, R - 1), my_rows], layout=_by_row())
-        weight = jnp.exp2(lse - top + jnp.where(r < parts, 0.0, MASKED))
-        weights = lax.broadcast_in_dim(weight, acc.shape, [0])
-        acc = acc + jnp.where(weights == 0, 0.0, part * weights)  # places without an entry hold no numbers
-        total = total + weight
-    plgpu.commit_smem()  # orders these reads before the TMA writes that the barriers let go
-    plgpu.barrier_arrive(refs.k_free.at[slot])
-    plgpu.barrier_arrive(refs.v_free.at[slot])
-    return acc, top, total
-
-
-def _start(buffer, wg, refs: _Refs) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(sum of weighted values, running maximum, sum of weights) before anything is added; the maximum is that of the parts."""
-    rows, my_rows = tuning.ROWS, pl.ds(wg * tuning.ROWS, tuning.ROWS)
     plgpu.barrier_wait(refs.lse_bar.at[buffer])
-    top = filled((rows,), MASKED, jnp.float32, _by_row())
-    for r in range(refs.part_lse.shape[2]):
-        top = jnp.maximum(top, plgpu.load(refs.lse_sm.at[buffer, r, my_rows], layout=_by_row()))
-    acc = filled((rows, refs.q_sm.shape[-1]), 0.0, jnp.float32, plgpu.Layout.WGMMA)
-    return acc, top, filled((rows,), 0.0, jnp.float32, _by_row())
+    new_top = top
+    for r in range(R):
+        new_top = jnp.maximum(new_top, plgpu.load(refs.lse_sm.at[buffer, r, my_rows], layout=_by_row()))
+    shrink = jnp.exp2(top - new_top)
+
+    def add(j, state):
+        acc, total = state
+        slot = lax.rem(done + j, int32(tuning.Q_TILE_RING))
+        for half, (sm, bar, _) in enumerate(refs.ring()):
+            plgpu.barrier_wait(bar.at[slot])
+            part = plgpu.load(sm.at[slot, my_rows], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+            r = 2 * j + half
+            lse = plgpu.load(refs.lse_sm.at[buffer, jnp.minimum(r, R - 1), my_rows], layout=_by_row())
+            weight = jnp.exp2(lse - new_top + jnp.where(r < parts, 0.0, MASKED))
+            weights = lax.broadcast_in_dim(weight, acc.shape, [0])
+            acc = acc + jnp.where(weights == 0, 0.0, part * weights)  # places without an entry hold no numbers
+            total = total + weight
+        plgpu.commit_smem()  # orders these reads before the TMA writes that the barriers let go
+        plgpu.barrier_arrive(refs.k_free.at[slot])
+        plgpu.barrier_arrive(refs.v_free.at[slot])
+        return acc, total
+
+    state = acc * lax.broadcast_in_dim(shrink, acc.shape, [0]), total * shrink
+    return *lax.fori_loop(0, lax.div(parts + 1, int32(2)), add, state), new_top
 
 
 def _consume(refs: _Refs, mine, wg, static: _Static) -> None:
-    rows, per_group = tuning.ROWS, static.per_group
+    rows, H, per_group = tuning.ROWS, refs.q_sm.shape[-1], static.per_group
     plgpu.set_max_registers(tuning.Q_TILE_REGISTERS[0], action="increase")
 
     def tile(i, done):
@@ -247,19 +232,13 @@ def _consume(refs: _Refs, mine, wg, static: _Static) -> None:
         plgpu.barrier_wait(refs.walk_bar.at[buffer])
         plgpu.barrier_wait(refs.q_bar.at[buffer])
         blocks, parts = refs.walk_sm[buffer, SIZES, 0], refs.walk_sm[buffer, SIZES, 1]
-        pairs = lax.div(parts + 1, int32(2))
-        state = _start(buffer, wg, refs)
+        zeros = filled((rows, H), 0.0, jnp.float32, plgpu.Layout.WGMMA)
+        state = zeros, filled((rows,), MASKED, jnp.float32, _by_row()), filled((rows,), 0.0, jnp.float32, _by_row())
+        state = lax.fori_loop(0, blocks, lambda j, state: _walk(where, done, j, state, wg, refs, static), state)
         # By now the output of the tile before has left its buffer.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         pl.when(i > 0)(lambda: plgpu.barrier_arrive(refs.tile_free.at[1 - buffer]))
-
-        def step(j, state):
-            (is_block, place), slot = _turn(j, blocks, pairs), lax.rem(done + j, int32(tuning.Q_TILE_RING))
-            walk = functools.partial(_walk, where, slot, place, wg=wg, refs=refs, static=static)
-            merge = functools.partial(_merge, buffer, slot, place, parts, wg=wg, refs=refs)
-            return lax.cond(is_block, lambda state: walk(state=state), lambda state: merge(state=state), state)
-
-        acc, top, total = lax.fori_loop(0, blocks + pairs, step, state)
+        acc, total, top = _merge(buffer, done + blocks, parts, state, wg, refs)
         some = total != 0  # NaN is some: it has to reach the outputs
         out = acc * lax.broadcast_in_dim(jnp.where(some, 1.0 / total, 0.0), acc.shape, [0])
         refs.q_sm[buffer, wg] = out.astype(refs.q_sm.dtype)
@@ -268,7 +247,7 @@ def _consume(refs: _Refs, mine, wg, static: _Static) -> None:
         for j in range(per_group):
             target = refs.out.at[b, c * (2 * per_group) + wg * per_group + j, h]
             plgpu.copy_smem_to_gmem(refs.q_sm.at[buffer, wg, pl.ds(j * static.group, static.group)], target)
-        return done + blocks + pairs
+        return done + blocks + lax.div(parts + 1, int32(2))
 
     lax.fori_loop(0, mine, tile, int32(0))
     plgpu.wait_smem_to_gmem(0)
